@@ -1,0 +1,57 @@
+# Each target sets up what it needs in $(VENV) and does nothing twice.
+#
+#   make train   train a small language model on four CPU devices   (STEPS=..., TRAIN_ARGS="...")
+#   make test    build, then run the whole test suite               (PYTEST_ARGS="...")
+#   make lint    ruff and pyright
+#   make docs    the documentation as a site, in site/
+#
+# PYTHON=python3.12 picks the interpreter, VENV=folder the environment.
+
+PYTHON ?= python3
+VENV ?= .venv
+STEPS ?= 300
+TRAIN_ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+NATIVE_SOURCES := $(shell find ffi -type f)
+
+.PHONY: help train test lint docs
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^#  *\(make .*\)/\1/p' Makefile
+
+train: $(VENV)/.installed
+	@number=1; while [ -e runs/bytes-s-$$number ]; do number=$$((number + 1)); done; set -x; \
+	$(BIN)/jaxdp train --model bytes-s --data kjv --devices 4 --platform cpu --steps $(STEPS) \
+		--sample --output runs/bytes-s-$$number $(TRAIN_ARGS)
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(VENV)/.documentation-tools
+	$(BIN)/mkdocs build --strict
+
+# An editable install: Python sources are live, the native library is rebuilt when its sources change.
+$(VENV)/.installed: $(VENV)/.created pyproject.toml $(NATIVE_SOURCES)
+	@command -v $${CXX:-g++} > /dev/null || \
+		{ echo "no C++ compiler: install g++ (Debian: apt-get install g++), or set CXX"; exit 1; }
+	$(PIP) install --editable '.[dev,corpus,plot]'
+	@touch $@
+
+$(VENV)/.documentation-tools: $(VENV)/.created pyproject.toml
+	$(PIP) install $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	@touch $@
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed; name one: make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip --quiet install --upgrade pip
+	@touch $@
