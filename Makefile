@@ -36,12 +36,13 @@ lint: $(VENV)/.installed
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 docs: $(VENV)/.documentation-tools
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # An editable install: Python sources are live, the native library is rebuilt when its sources change.
 $(VENV)/.installed: $(VENV)/.created pyproject.toml $(NATIVE_SOURCES)
 	@command -v $${CXX:-g++} > /dev/null || \
 		{ echo "no C++ compiler: install g++ (Debian: apt-get install g++), or set CXX"; exit 1; }
+	@echo "building and installing into $(VENV) (a minute or two the first time)"
 	$(PIP) install --editable '.[dev,corpus,plot]'
 	@touch $@
 

@@ -26,7 +26,7 @@ PYTHON_FLOORS = (
 NATIVE_FLOORS = (
     r"module",
     r"handlers\w*",
-    r"(group|kernels)\w*",
+    r"\w*group|registry|collective|work|kernels\w*",
     r"status|tree|protocol",
     r"vendor",
 )
