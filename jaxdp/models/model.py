@@ -16,9 +16,11 @@ class Model:
 
     `init(key) -> params`; `loss(params, batch, key) -> (loss_sum, weight)`, both float32 scalars,
     `weight` being the number of target tokens (targets other than -1); `logits(params, inputs) ->
-    float32[B, T, vocab_size]` where sampling is wanted. `key` is a JAX PRNG key for dropout, a
-    function of shard (or rank) and step. `config` is what a checkpoint records and a resume
-    compares: plain JSON values.
+    float32[B, T, vocab_size]` where sampling is wanted, without dropout. `key` is a JAX PRNG key
+    for dropout, a function of shard (or rank) and step; None asks for the evaluation loss, without
+    dropout. `with_compute_dtype(name)` gives the same model computing in "float32", "bfloat16" or
+    "float16"; None where the model decides that itself. `config` is what a checkpoint records and
+    a resume compares: plain JSON values.
     """
 
     name: str
@@ -28,3 +30,4 @@ class Model:
     vocab_size: int | None = None
     context: int | None = None
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    with_compute_dtype: Callable[[str], Model] | None = None
