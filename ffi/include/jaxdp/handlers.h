@@ -1,0 +1,15 @@
+// The FFI targets that a backend registers.
+#pragma once
+
+#include <vector>
+
+namespace jaxdp {
+
+struct HandlerEntry {
+  const char* name;
+  void* function;
+};
+
+const std::vector<HandlerEntry>& cpu_handlers();
+
+}  // namespace jaxdp
