@@ -33,7 +33,7 @@ def tensors() -> dict[str, np.ndarray]:
         "parameters/w": pattern(np.float32, 0x80000000, 0x00000001, 0x7FC00123, 0xFF800000, 0x3F800008).reshape(5, 1),
         "parameters/a~1b": pattern(ml_dtypes.bfloat16, 0x7FC1, 0x8000, 0x0001),
         "parameters/a/b": pattern(np.float16, 0x7E01, 0x8000, 0x0001),
-        "parameters/层/0": np.float32(-0.0).reshape(()),
+        "parameters/层/0": np.array(-0.0, np.float32),
         "parameters/层/2": np.zeros((0, 3), np.float32),
         "parameters/层/10": np.ones((1,), ml_dtypes.bfloat16),
         "optimizer/count": np.array(7, np.int32),

@@ -37,8 +37,8 @@ def to_plain(value: Any) -> Any:
         return {_text_key(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [to_plain(item) for item in value]
-    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
-        return to_plain(value.item())
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "tolist"):
+        return to_plain(value.tolist())
     raise TypeError(f"A {type(value).__name__} cannot be written as JSON.")
 
 
