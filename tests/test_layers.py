@@ -19,7 +19,7 @@ PYTHON_FLOORS = (
     ("training",),
     ("collectives",),
     ("ranked", "models", "data", "config"),
-    ("tree", "buckets", "digest", "errors"),
+    ("tree", "buckets", "digest", "leaves", "errors"),
 )
 
 # From the top, by file name without suffixes.
