@@ -36,11 +36,18 @@ def check_number(field: str, value: object, *, above: float | None = None,
     limits = [text for text, bound in ((f"above {above}", above), (f"of at least {minimum}", minimum),
                                        (f"below {below}", below)) if bound is not None]
     allowed = " ".join(["a finite number", " and ".join(limits)]).strip()
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_finite(value):
         raise ConfigError(field, value, allowed)
     if ((above is not None and not value > above) or (minimum is not None and not value >= minimum)
             or (below is not None and not value < below)):
         raise ConfigError(field, value, allowed)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int that no float can hold
+        return False
 
 
 def check_bool(field: str, value: object) -> None:
