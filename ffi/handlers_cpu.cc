@@ -33,7 +33,7 @@ class PoolExecutor final : public Executor {
   ffi::ThreadPool& pool_;
 };
 
-// Lanes are the last `lanes` operands and results; a token may stand before them. Each lane's
+// Lanes are the last `lanes` operands and results; what orders the calls may stand before them. Each lane's
 // result must hold what the operation gives, so that no kernel writes past a buffer.
 ffi::Error read_lanes(Operation operation, int world, int lanes, ffi::RemainingArgs args, ffi::RemainingRets rets,
                       std::vector<Lane>* out) {
@@ -61,6 +61,15 @@ ffi::Error read_lanes(Operation operation, int world, int lanes, ffi::RemainingA
   return ffi::Error::Success();
 }
 
+// Calls that are ordered by data pass a uint32[1] before the lanes and return it.
+void return_order(std::size_t lanes, ffi::RemainingRets rets) {
+  if (rets.size() == lanes) return;
+  auto order = rets.get<ffi::AnyBuffer>(0);
+  if (order.has_value() && (*order)->element_type() == ffi::DataType::U32) {
+    *static_cast<std::uint32_t*>((*order)->untyped_data()) = 0;
+  }
+}
+
 ffi::Future failed(ffi::Error error) {
   ffi::Promise promise;
   ffi::Future future(promise);
@@ -81,6 +90,7 @@ ffi::Future Collective(std::int32_t ordinal, ffi::ThreadPool pool, ffi::Remainin
   Call call{static_cast<Operation>(operation), {}, std::string(signature)};
   const ffi::Error error = read_lanes(call.operation, world, lanes, args, rets, &call.lanes);
   if (error.failure()) return failed(error);
+  return_order(static_cast<std::size_t>(lanes), rets);
 
   ffi::Promise promise;
   ffi::Future future(promise);

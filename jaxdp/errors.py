@@ -7,6 +7,8 @@ was got, what is allowed, what to do.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class JaxdpError(Exception):
     """Base of every error raised on purpose by jaxdp."""
@@ -46,11 +48,17 @@ class ResumeRefused(BadUse):
     """A resume would change what the run's numbers depend on."""
 
 
-class NonFiniteGradient(JaxdpError):
+class StepFailure(JaxdpError):
+    """A finished step is not to be trusted; `metrics` is its `StepMetrics`."""
+
+    metrics: Any = None
+
+
+class NonFiniteGradient(StepFailure):
     """A reduced gradient is not finite; parameters and optimizer state are unchanged."""
 
 
-class ParameterMismatch(JaxdpError):
+class ParameterMismatch(StepFailure):
     """The rank audit found parameters whose bits differ between ranks."""
 
 

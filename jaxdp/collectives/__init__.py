@@ -8,11 +8,11 @@ from typing import Literal
 import jax
 
 from jaxdp.collectives import native, routing
-from jaxdp.collectives.communicator import Capabilities, DeterministicCollective
+from jaxdp.collectives.communicator import CallChain, Capabilities, DeterministicCollective
 from jaxdp.config import check_choice, check_integer, check_number
 from jaxdp.errors import ConfigError
 
-__all__ = ["Capabilities", "DeterministicCollective", "create_deterministic_collective"]
+__all__ = ["CallChain", "Capabilities", "DeterministicCollective", "create_deterministic_collective"]
 
 Transport = Literal["auto", "local", "ipc", "xla"]
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxdp.collectives import native, rank_major, routing
 from jaxdp.collectives.failures import named_failure
-from jaxdp.collectives.operations import Operation, bind, forget_order
+from jaxdp.collectives.operations import Operation, bind, bind_chained, first_order, forget_order
 from jaxdp.errors import CommunicatorClosed
 
 REDUCTION_DTYPES = ("float32", "float16", "bfloat16")
@@ -91,6 +91,10 @@ class DeterministicCollective:
         """Every rank arrives before any leaves."""
         self._run(Operation.BARRIER, ())
 
+    def chain(self) -> CallChain:
+        """The calls of one traced function, ordered by data (see `CallChain`)."""
+        return CallChain(self)
+
     def calls(self, rank: int) -> int:
         """How many calls `rank` has issued so far (0 for the xla transport, which does not count)."""
         return 0 if self._group is None else native.load().group_calls(self._group, rank)
@@ -132,11 +136,14 @@ class DeterministicCollective:
             raise named from error
 
     def _reduce(self, operation: Operation, lanes: Sequence[Any]) -> list[jax.Array]:
-        arrays = [jnp.asarray(x) for x in lanes]
+        return list(_differentiable(self, operation, self._checked(operation, lanes)))
+
+    def _checked(self, operation: Operation, lanes: Sequence[Any]) -> tuple[jax.Array, ...]:
+        arrays = tuple(jnp.asarray(x) for x in lanes)
         for x in arrays:
             self._check_reduction(operation, x)
         self._check_capacity(operation, arrays)
-        return list(_differentiable(self, operation, tuple(arrays)))
+        return arrays
 
     def _check_reduction(self, operation: Operation, x: jax.Array) -> None:
         name = operation.name.lower()
@@ -157,6 +164,36 @@ class DeterministicCollective:
         if self._group is None:
             return rank_major.run(operation, self.world_size, lanes)
         return bind(self._group, operation, self.world_size, lanes)
+
+
+class CallChain:
+    """The collectives of one traced function, each taking a value that the one before returned.
+
+    For programs that are run step after step: without an effect JAX dispatches them by its fast path
+    and without waiting. Every collective of the function must be made through the chain, at the
+    function's top level; results must be used, or XLA drops the call on every rank alike. Not
+    differentiable.
+    """
+
+    def __init__(self, collective: DeterministicCollective) -> None:
+        self._collective = collective
+        self._order = first_order()
+
+    def all_reduce_many(self, lanes: Sequence[Any]) -> list[jax.Array]:
+        """As `DeterministicCollective.all_reduce_many`."""
+        return list(self._run(Operation.ALL_REDUCE, self._collective._checked(Operation.ALL_REDUCE, lanes)))
+
+    def all_gather(self, x: jax.Array) -> jax.Array:
+        """As `DeterministicCollective.all_gather`."""
+        return self._run(Operation.ALL_GATHER, (x,))[0]
+
+    def _run(self, operation: Operation, lanes: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        collective = self._collective
+        if collective._group is None:
+            return collective._run(operation, lanes)
+        collective.raise_if_failed()
+        results, self._order = bind_chained(collective._group, operation, collective.world_size, lanes, self._order)
+        return results
 
 
 _TRANSPOSE = {Operation.ALL_REDUCE: Operation.ALL_REDUCE, Operation.ALL_GATHER: Operation.REDUCE_SCATTER,

@@ -119,6 +119,26 @@ def bind(group: int, operation: Operation, world: int, lanes: Sequence[jax.Array
     return tuple(collective_p.bind(*lanes, group=group, operation=operation, world=world))
 
 
+def first_order() -> jax.Array:
+    """What the first of a chain of `bind_chained` calls takes."""
+    return jnp.zeros(1, jnp.uint32)
+
+
+def bind_chained(group: int, operation: Operation, world: int, lanes: Sequence[jax.Array],
+                 order: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """As `bind`, ordered by data instead of by an effect: takes the `order` that the call before returned.
+
+    A program whose calls are all chained is dispatched asynchronously and by JAX's fast path; an
+    ordered effect makes the host wait for the program before. The price is that the caller must
+    chain every call itself, at the top level of one traced function.
+    """
+    results = [jax.ShapeDtypeStruct(result_shape(operation, lane.shape, world), lane.dtype) for lane in lanes]
+    call = jax.ffi.ffi_call("jaxdp_collective", [jax.ShapeDtypeStruct(order.shape, order.dtype), *results])
+    order, *values = call(order, *lanes, group=np.int64(group), operation=np.int32(operation), world=np.int32(world),
+                          lanes=np.int32(len(lanes)), signature=signature(operation, lanes))
+    return tuple(values), order
+
+
 def forget_order(group: int) -> None:
     """Drops the runtime tokens that a failed or closed communicator left in JAX.
 

@@ -1,0 +1,72 @@
+"""Checks of a step's batches, before anything runs: number, shapes, ids and target counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxdp.data.validate import check_token_ids
+from jaxdp.errors import DataError, UnevenInputs
+from jaxdp.models.losses import IGNORED_TARGET
+from jaxdp.models.model import Batch
+
+
+def check_batches(batches: Sequence[Batch], *, parts: int, parts_per_rank: int, vocab_size: int | None,
+                  accumulation_steps: int, even: bool) -> list[Batch]:
+    """The batches as int32 arrays of one shape, padded with ignored targets where they are shorter.
+
+    Raises `DataError` (number of batches, shapes, token ids, no target at all) or, with `even`,
+    `UnevenInputs` naming each rank's count.
+    """
+    if len(batches) != parts:
+        raise DataError(f"step needs {parts} batches, one for each {'shard' if parts_per_rank > 1 else 'rank'}; "
+                        f"got {len(batches)}.")
+    arrays = [_as_arrays(batch, part, parts_per_rank) for part, batch in enumerate(batches)]
+    if vocab_size is not None:
+        check_token_ids(arrays, vocab_size)
+    _check_counts([target_count(batch) for batch in arrays], parts_per_rank, even)
+    padded = _pad(arrays)
+    rows = padded[0]["inputs"].shape[0]
+    if rows % accumulation_steps:
+        raise DataError(f"accumulation_steps={accumulation_steps} must divide the sequences of a batch; got {rows}.")
+    return padded
+
+
+def target_count(batch: Batch) -> int:
+    """The number of targets that count."""
+    return int(np.count_nonzero(np.asarray(batch["targets"]) != IGNORED_TARGET))
+
+
+def _as_arrays(batch: Batch, part: int, parts_per_rank: int) -> dict[str, np.ndarray]:
+    missing = {"inputs", "targets"} - set(batch)
+    if missing:
+        raise DataError(f"the batch of rank {part // parts_per_rank} lacks {sorted(missing)}; "
+                        "it needs 'inputs' and 'targets', int32[B, T].")
+    arrays = {name: np.asarray(batch[name]) for name in ("inputs", "targets")}
+    if arrays["inputs"].shape != arrays["targets"].shape or arrays["inputs"].ndim != 2 or any(
+            x.dtype.kind not in "iu" for x in arrays.values()):
+        described = ", ".join(f"{name} {x.dtype}{list(x.shape)}" for name, x in arrays.items())
+        raise DataError(f"the batch of rank {part // parts_per_rank} must hold two integer arrays of one shape "
+                        f"[B, T]; got {described}.")
+    return arrays
+
+
+def _check_counts(counts: list[int], parts_per_rank: int, even: bool) -> None:
+    by_rank = [sum(counts[start:start + parts_per_rank]) for start in range(0, len(counts), parts_per_rank)]
+    if not sum(by_rank):
+        raise DataError("no rank has a target to learn from: every target is -1.")
+    if even and len(set(by_rank)) > 1:
+        raise UnevenInputs(f"ranks hold {', '.join(map(str, by_rank))} target tokens and uneven_inputs is 'reject'. "
+                           "Give every rank as many, or set uneven_inputs='token-weighted'.")
+
+
+def _pad(arrays: list[dict[str, np.ndarray]]) -> list[Batch]:
+    shape = tuple(np.max([batch["inputs"].shape for batch in arrays], axis=0))
+    fill = {"inputs": 0, "targets": IGNORED_TARGET}
+
+    def padded(name: str, x: np.ndarray) -> np.ndarray:
+        margins = [(0, full - size) for full, size in zip(shape, x.shape, strict=True)]
+        return np.pad(x.astype(np.int32), margins, constant_values=fill[name])
+
+    return [{name: padded(name, x) for name, x in batch.items()} for batch in arrays]
