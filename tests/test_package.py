@@ -257,26 +257,27 @@ def test_a_trace_elsewhere_never_overwrites_a_file(tmp_path: Path) -> None:
 # The summary
 
 
-def test_medians_and_speed_leave_out_the_step_that_compiles() -> None:
-    records = [record(1, total_ms=900.0), record(2, total_ms=4.0), record(3, total_ms=6.0)]
-    result = summary.summarize(records, status="completed", compile_steps=[1], checkpoints=[])
-    assert result["median_ms"] == {"forward_backward_ms": None, "total_ms": 5.0}
-    assert result["compile_step_ms"] == 900.0
+def test_medians_and_speed_leave_out_the_steps_that_compile() -> None:
+    records = [record(1, total_ms=900.0, compile_ms=2000.0), record(2, total_ms=4.0, compile_ms=None),
+               record(3, total_ms=6.0, compile_ms=None), record(4, total_ms=700.0, compile_ms=1000.0)]
+    result = summary.summarize(records, status="completed", checkpoints=[])
+    assert result["medians"] == {"forward_backward_ms": None, "total_ms": 5.0}
+    assert result["compile_ms"] == 3000.0
     assert result["tokens_per_s"] == 2000.0
-    assert (result["steps"], result["initial_loss"], result["final_loss"]) == (3, 1.0, 1 / 3)
+    assert (result["steps"], result["initial_loss"], result["final_loss"]) == (4, 1.0, 0.25)
 
 
 def test_one_bad_step_does_not_spoil_the_others_and_a_skipped_check_is_no_pass() -> None:
     records = [record(1), record(2, loss="NaN", parameter_check="skipped", maximum_parameter_difference=None),
                record(3, loss="Infinity"), record(4, loss=0.5)]
-    result = summary.summarize(records, status="completed", compile_steps=[1], checkpoints=[])
+    result = summary.summarize(records, status="completed", checkpoints=[])
     assert result["final_loss"] == 0.5
     assert result["parameter_checks"] == {"ok": 3, "mismatch": 0, "skipped": 1}
     assert result["maximum_parameter_difference"] == 0.0
 
 
 def test_a_run_of_no_steps_has_a_summary_of_nothing() -> None:
-    result = summary.summarize([], status="failed", compile_steps=[1], checkpoints=[])
+    result = summary.summarize([], status="failed", checkpoints=[])
     assert (result["steps"], result["final_loss"], result["tokens_per_s"]) == (0, None, None)
 
 

@@ -12,7 +12,15 @@ from typing import Any
 from jaxdp.errors import RunFolderError
 from jaxdp.runs import folder as run_folder
 from jaxdp.runs import manifest, strict_json, summary
-from jaxdp.runs.layout import CHECKPOINTS_FOLDER, METRICS_FILE, PLOT_FILE, STDERR_FILE, SUMMARY_FILE, TRACE_FILE
+from jaxdp.runs.layout import (
+    CHECKPOINTS_FOLDER,
+    METRICS_FILE,
+    PLOT_FILE,
+    SAMPLE_FILE,
+    STDERR_FILE,
+    SUMMARY_FILE,
+    TRACE_FILE,
+)
 from jaxdp.runs.records import Record, RecordFile
 from jaxdp.runs.stderr_tee import StderrTee
 from jaxdp.runs.trace import FRAMEWORK
@@ -40,7 +48,6 @@ class RunPackage:
         self._metrics: RecordFile | None = None
         self._trace: RecordFile | None = None
         self._tee: StderrTee | None = None
-        self._compile_steps: list[int] = []
         self._trace_sequence = 0
 
     @property
@@ -62,7 +69,11 @@ class RunPackage:
         manifest.set_aside(self.path)
         self._manifest = manifest.begin(configuration, command, devices, data_sha256)
         manifest.write(self.path, self._manifest)
-        self._compile_steps = [step + 1]
+
+    def describe(self, configuration: Mapping[str, Any]) -> None:
+        """Adds what is known only once the run is under way to the manifest's configuration."""
+        self._manifest["configuration"] |= configuration
+        manifest.write(self.path, self._manifest)
 
     def record(self, metrics: Record, trace: Sequence[Record]) -> None:
         """Appends one step: its metrics and its trace records, numbered in sequence.
@@ -91,13 +102,11 @@ class RunPackage:
 
         `status` is "completed", "failed" or "interrupted".
         """
-        records = self.records()
-        compile_steps = self._compile_steps + [record["step"] for record in records[:1]]
         found = manifest.checkpoints(self.path)
-        manifest.write_json(self.path / SUMMARY_FILE, summary.summarize(
-            records, status=status, compile_steps=compile_steps, checkpoints=found))
+        manifest.write_json(self.path / SUMMARY_FILE,
+                            summary.summarize(self.records(), status=status, checkpoints=found))
         self._close_files()
-        names = (METRICS_FILE, TRACE_FILE, STDERR_FILE, SUMMARY_FILE, PLOT_FILE)
+        names = (METRICS_FILE, TRACE_FILE, STDERR_FILE, SUMMARY_FILE, PLOT_FILE, SAMPLE_FILE)
         self._manifest |= {"status": status, "returncode": returncode,
                            "artifacts": manifest.artifacts(self.path, names)}
         manifest.write(self.path, self._manifest)

@@ -37,8 +37,8 @@ def to_plain(value: Any) -> Any:
         return {_text_key(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [to_plain(item) for item in value]
-    if getattr(value, "ndim", None) == 0 and hasattr(value, "tolist"):
-        return to_plain(value.tolist())
+    if getattr(value, "ndim", None) == 0:
+        return to_plain(getattr(value, "tolist")())  # noqa: B009 (a NumPy or JAX scalar, whichever is imported)
     raise TypeError(f"A {type(value).__name__} cannot be written as JSON.")
 
 

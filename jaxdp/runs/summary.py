@@ -11,17 +11,16 @@ from jaxdp.runs import strict_json
 Record = dict[str, Any]
 
 
-def summarize(records: Sequence[Record], *, status: str, compile_steps: Sequence[int],
-              checkpoints: Sequence[Record]) -> Record:
+def summarize(records: Sequence[Record], *, status: str, checkpoints: Sequence[Record]) -> Record:
     """The contents of `summary.json`. `records` are metrics records in the order of their steps.
 
-    Medians and `tokens_per_s` leave out `compile_steps` (the first step after each start), whose
-    longest time stands apart as `compile_step_ms`; where no other step is left they are None. A
-    time that no step knows has the median None.
+    Medians and `tokens_per_s` leave out the steps that compiled something; where no other step is
+    left they are None, and so is the median of a time that no step knows. `compile_ms` is the sum
+    of all compile times.
     """
     records = [strict_json.restore_numbers(record) for record in records]
-    steady = [record for record in records if record["step"] not in compile_steps]
-    compiling = [record["total_ms"] for record in records if record["step"] in compile_steps]
+    steady = [record for record in records if record.get("compile_ms") is None]
+    compiling = _known(records, "compile_ms")
     losses = [record["loss"] for record in records]
     differences = _known(records, "maximum_parameter_difference")
     validation = _known(records, "validation_loss")
@@ -34,8 +33,8 @@ def summarize(records: Sequence[Record], *, status: str, compile_steps: Sequence
         "maximum_parameter_difference": max(differences) if differences else None,
         "parameter_checks": {outcome: sum(record["parameter_check"] == outcome for record in records)
                              for outcome in ("ok", "mismatch", "skipped")},
-        "median_ms": {name: _median(steady, name) for name in _time_names(records)},
-        "compile_step_ms": max(compiling) if compiling else None,
+        "medians": {name: _median(steady, name) for name in _time_names(records)},
+        "compile_ms": sum(compiling) if compiling else None,
         "tokens_per_s": _tokens_per_s(steady),
         "parameter_digest": records[-1]["parameter_digest"] if records else None,
         "checkpoints": list(checkpoints),
@@ -47,7 +46,7 @@ def _known(records: Sequence[Record], name: str) -> list[Any]:
 
 
 def _time_names(records: Sequence[Record]) -> list[str]:
-    return [name for name in records[0] if name.endswith("_ms")] if records else []
+    return [name for name in records[0] if name.endswith("_ms") and name != "compile_ms"] if records else []
 
 
 def _median(records: Sequence[Record], name: str) -> float | None:

@@ -25,7 +25,7 @@ def step_records(metrics: StepMetrics, *, run_id: str, phase: str, devices: Sequ
 
     `rank` and `device` are None for what all ranks do together; `devices` names the device of each
     rank of `metrics.rank_losses`, as far as this process knows it. `wall_ms` is None where the step
-    mode cannot know it. `statistics` describe the value that a record is about: the loss, or None.
+    mode cannot know it. `statistics` are those of the loss, None where a record is not about one.
     """
     common = {"schema_version": SCHEMA_VERSION, "framework": FRAMEWORK, "run_id": run_id, "phase": phase,
               "iteration": metrics.step}

@@ -1,0 +1,116 @@
+"""The command line: finds the command, parses its flags, calls it, and turns errors into exit codes."""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import sys
+from collections.abc import Callable, Sequence
+
+from jaxdp import __version__
+from jaxdp.errors import BadUse
+from jaxdp.runs.failure import BAD_USE, DONE, report
+
+Arguments = Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command: one line of help, and the function that takes its arguments and returns the exit code."""
+
+    help: str
+    run: Callable[[Arguments], int]
+
+
+def main(arguments: Arguments | None = None) -> int:
+    """Runs `jaxdp` with `arguments` (default: those of the process) and returns the exit code.
+
+    0 done, 1 failed, 2 bad use, 143 and 130 stopped by SIGTERM and Ctrl-C. No error escapes.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    faulthandler.enable()
+    try:
+        return _dispatch(words)
+    except SystemExit as error:  # argparse after --help
+        return int(error.code or 0)
+    except BaseException as error:
+        return report(error, " ".join(["jaxdp", *words[:1]]) if words and words[0] in COMMANDS else "jaxdp")
+
+
+def _dispatch(words: list[str]) -> int:
+    if words[:1] in (["--help"], ["-h"]):
+        _say(_overview())
+        return DONE
+    if words == ["--version"]:
+        _say(f"jaxdp {__version__}")
+        return DONE
+    if not words:
+        sys.stderr.write(_overview() + "\n")
+        return BAD_USE
+    if words[0] not in COMMANDS:
+        raise BadUse(f"unknown command {words[0]!r}; the commands are {', '.join(COMMANDS)}. See: jaxdp --help")
+    return COMMANDS[words[0]].run(words[1:])
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
+    return "\n".join(["usage: jaxdp COMMAND [flags]", "", "commands:", *lines, "",
+                      "jaxdp COMMAND --help tells the flags of a command."])
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+
+
+def _train(arguments: Arguments) -> int:
+    from jaxdp.runs.config import TrainConfig
+    from jaxdp.runs.flags import parse
+
+    config = parse(TrainConfig, "jaxdp train", arguments)
+    from jaxdp.runs.train import train
+
+    return train(config, ["jaxdp", "train", *arguments])
+
+
+def _compare(arguments: Arguments) -> int:
+    from jaxdp.runs.flags import parse
+    from jaxdp.tools.compare import CompareOptions, compare
+
+    return compare(parse(CompareOptions, "jaxdp compare", arguments))
+
+
+def _doctor(arguments: Arguments) -> int:
+    from jaxdp.runs.flags import parse
+    from jaxdp.tools.doctor import DoctorOptions, doctor
+
+    return doctor(parse(DoctorOptions, "jaxdp doctor", arguments))
+
+
+def _sample(arguments: Arguments) -> int:
+    from jaxdp.runs.flags import parse
+    from jaxdp.tools.sample import SampleOptions, sample
+
+    return sample(parse(SampleOptions, "jaxdp sample", arguments))
+
+
+def _trace(arguments: Arguments) -> int:
+    from jaxdp.runs.flags import parse
+    from jaxdp.tools.trace import ExportOptions, export
+
+    if arguments[:1] in (["--help"], ["-h"]):
+        _say("usage: jaxdp trace export RUN [flags]\n\nWrites a run's trace in the Chrome/Perfetto form.")
+        return DONE
+    if arguments[:1] != ["export"]:
+        raise BadUse(f"jaxdp trace takes 'export'; got {arguments[0] if arguments else 'nothing'!r}. "
+                     f"See: jaxdp trace export --help")
+    return export(parse(ExportOptions, "jaxdp trace export", arguments[1:]))
+
+
+COMMANDS = {
+    "train": Command("train a model and leave a run package", _train),
+    "compare": Command("the first step and parameter at which two runs or checkpoints differ", _compare),
+    "sample": Command("text from a checkpoint of a byte-level model", _sample),
+    "trace": Command("a run's trace in the Chrome/Perfetto form", _trace),
+    "doctor": Command("devices, native library, shared memory, versions, determinism flags", _doctor),
+}
