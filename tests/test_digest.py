@@ -188,8 +188,9 @@ def test_eight_byte_elements_count_in_full_on_host_and_device() -> None:
     assert_bits_equal(on_device, fingerprints_numpy(wide))
 
 
-@pytest.mark.parametrize("leaf", [np.zeros(2, np.complex64), np.zeros(2, ml_dtypes.int4)], ids=["complex64", "int4"])
-def test_other_dtypes_are_refused_on_device_and_host(leaf: np.ndarray) -> None:
+@pytest.mark.parametrize("dtype", [np.complex64, ml_dtypes.int4, ml_dtypes.float4_e2m1fn])
+def test_other_dtypes_are_refused_on_device_and_host(dtype: Any) -> None:
+    leaf = np.zeros(2, dtype)
     for fingerprint in (fingerprints_numpy, lambda tree: leaf_fingerprints(jnp.asarray(tree))):
         with pytest.raises(TypeError, match=rf"bool, integers and floats of 1, 2, 4 or 8 bytes; got {leaf.dtype}"):
             fingerprint(leaf)

@@ -115,6 +115,16 @@ def test_the_canary_tells_the_tree_from_rank_order_and_from_wide_accumulation(wo
     assert (bits(tree_sum(x)) == CANARY_BITS[world_size, dtype]).all()
 
 
+@pytest.mark.parametrize(("dtype", "big"), [("float32", 2.0**24), ("float16", 2048), ("bfloat16", 256)])
+def test_neighbours_are_added_first_which_the_canary_cannot_tell(dtype: str, big: float) -> None:
+    """(x0+x1)+(x2+x3) is 2 here; (x0+x2)+(x1+x3) and (x0+x3)+(x1+x2) are 1."""
+    four = np.array([big, -big, 1, 1], numpy_dtype(dtype))
+    assert tree_sum(four) == 2
+    assert (four[0] + four[2]) + (four[1] + four[3]) == (four[0] + four[3]) + (four[1] + four[2]) == 1
+    eight = np.array([big, 0, -big, 0, 1, 0, 1, 0], numpy_dtype(dtype))
+    assert tree_sum(eight) == 2
+
+
 def test_four_ranks_of_256_1_1_1_in_bfloat16_give_258() -> None:
     for count in (1, 4099):
         x = np.repeat(np.array([[256], [1], [1], [1]], np.float32), count, axis=1).astype(numpy_dtype("bfloat16"))
