@@ -19,14 +19,16 @@ PYTHON_FLOORS = (
     ("training",),
     ("collectives",),
     ("ranked", "models", "data", "config"),
-    ("tree", "buckets", "digest", "leaves", "errors"),
+    ("tree", "buckets", "digest", "leaves", "errors", "_native"),
 )
 
 # From the top, by file name without suffixes.
 NATIVE_FLOORS = (
     r"module",
     r"handlers\w*",
-    r"\w*group|registry|collective|work|kernels\w*",
+    r"\w*group|registry|peers",
+    r"staging|segment|work",
+    r"collective|kernels\w*",
     r"status|tree|protocol",
     r"vendor",
 )
@@ -53,20 +55,29 @@ def native_floor(file: str) -> int:
     raise LookupError(f"{file} has no floor: name it in NATIVE_FLOORS")
 
 
+def python_floors(arrows: Arrows) -> Mapping[str, int]:
+    """The floor of every module that imports or is imported."""
+    return {module: python_floor(module) for module in set(arrows).union(*arrows.values())}
+
+
 def room(module: str) -> str:
     """`jaxdp.training` of `jaxdp.training.step`."""
     return ".".join(module.split(".")[:2])
 
 
 def imported_modules(source: str, module: str, package: str, known: Iterable[str]) -> set[str]:
-    """The modules among `known` that `source` imports, inside functions and for types alone too."""
+    """The modules among `known` that `source` imports, inside functions and for types alone too.
+
+    Facts about the package, such as `__version__`, are no import of its public names.
+    """
     found: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found |= {_longest_known(alias.name, known) for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = _absolute(node, package)
-            found |= {_longest_known(f"{base}.{alias.name}", known) for alias in node.names}
+            found |= {_longest_known(f"{base}.{alias.name}", known) for alias in node.names
+                      if not alias.name.startswith("__")}
     return found - {"", module}
 
 
@@ -87,8 +98,9 @@ def _longest_known(name: str, known: Iterable[str]) -> str:
 def python_arrows(root: pathlib.Path) -> Arrows:
     """Who imports whom among the modules of the package at `root`."""
     files = {_module_name(path, root): path for path in sorted(root.rglob("*.py"))}
+    known = {*files, f"{root.name}._native"}
     return {module: imported_modules(path.read_text(), module, module if path.name == "__init__.py"
-                                     else module.rpartition(".")[0], files)
+                                     else module.rpartition(".")[0], known)
             for module, path in files.items()}
 
 
@@ -145,7 +157,7 @@ def between_rooms(arrows: Arrows) -> Arrows:
 def test_no_module_imports_upward() -> None:
     arrows = python_arrows(ROOT / "jaxdp")
     assert {"jaxdp", "jaxdp.config", "jaxdp.errors"} <= set(arrows)
-    assert upward_arrows(arrows, {module: python_floor(module) for module in arrows}) == []
+    assert upward_arrows(arrows, python_floors(arrows)) == []
 
 
 def test_no_circle_of_rooms_or_modules() -> None:
@@ -171,14 +183,14 @@ def test_the_checker_sees_an_upward_import_however_it_is_written(tmp_path: pathl
     _package(tmp_path, {"data/batches.py": line, "training/step.py": "import jaxdp.errors", "errors.py": "import os"})
     arrows = python_arrows(tmp_path / "jaxdp")
     assert arrows["jaxdp.training.step"] == {"jaxdp.errors"}
-    found = upward_arrows(arrows, {module: python_floor(module) for module in arrows})
+    found = upward_arrows(arrows, python_floors(arrows))
     assert found == ["jaxdp.data.batches -> jaxdp.training.step"]
 
 
 def test_the_checker_sees_a_module_that_imports_the_public_names(tmp_path: pathlib.Path) -> None:
     _package(tmp_path, {"runs/train.py": "import jaxdp\nfrom jaxdp import DataParallelTrainer"})
     arrows = python_arrows(tmp_path / "jaxdp")
-    assert upward_arrows(arrows, {module: python_floor(module) for module in arrows}) == ["jaxdp.runs.train -> jaxdp"]
+    assert upward_arrows(arrows, python_floors(arrows)) == ["jaxdp.runs.train -> jaxdp"]
 
 
 def test_the_checker_sees_a_circle_of_rooms_that_no_two_modules_close(tmp_path: pathlib.Path) -> None:
