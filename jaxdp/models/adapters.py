@@ -1,7 +1,8 @@
 """A user's flax module as a `Model`: parameters as an ordered pytree, dropout from the step's key.
 
 Canonical parameter order is the order of definition: JAX flattens a plain dict by sorted keys and
-an `OrderedDict` as it was filled, so parameters are nested `OrderedDict`s with text keys.
+an `OrderedDict` as it was filled, so parameters are nested `OrderedDict`s. Keys are attribute names
+(text) and places in a list (integers), as flax has them in its paths.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.core import meta
 
@@ -25,7 +27,7 @@ Loss = tuple[Any, Any]  # (loss_sum, weight)
 NnxLoss = Callable[[Any, Batch, Any], Loss]  # (module, batch, key)
 LinenLoss = Callable[[Any, Params, Batch, Any], Loss]  # (module, params, batch, key)
 
-_STATELESS = "a module whose only state is parameters and random streams; other state would differ between ranks"
+_STATELESS = "only parameters and random streams (other state would differ between ranks)"
 
 
 def from_nnx(make_module: Callable[[nnx.Rngs], nnx.Module], *, name: str, loss: NnxLoss | None = None,
@@ -100,18 +102,15 @@ class _NnxParts:
 
     def __init__(self, make_module: Callable[[nnx.Rngs], nnx.Module]) -> None:
         self._make_module = make_module
-        order: list[Path] = []
-
-        def build() -> nnx.Module:
-            module = make_module(nnx.Rngs(0))
-            order.extend(_definition_order(module))  # read here: what comes out has its attributes sorted
-            return module
-
-        self._structure, params, streams, rest = nnx.split(nnx.eval_shape(build), nnx.Param, nnx.RngState, ...)
-        variables = dict(nnx.to_flat_state(params))
+        module, order = _template(lambda: make_module(nnx.Rngs(0)))
+        self._structure, params, streams, rest = nnx.split(module, nnx.Param, nnx.RngState, ...)
+        self._constants = dict(nnx.to_flat_state(rest))
+        for path, leaf in self._constants.items():
+            if isinstance(leaf, nnx.Variable):
+                raise ConfigError("module state", f"{_text(path)} ({type(leaf).__name__})", _STATELESS)
+        variables = dict(nnx.to_flat_state(jax.eval_shape(lambda: params)))  # shapes: holds no memory
         self._params = OrderedDict((path, variables[path]) for path in order)
         self._streams = OrderedDict(nnx.to_flat_state(streams))
-        self._constants = self._make_constants(dict(nnx.to_flat_state(rest)))
 
     def init(self, key: Any) -> Params:
         """Fresh parameters: nested `OrderedDict`s of arrays in definition order."""
@@ -134,26 +133,30 @@ class _NnxParts:
         return [(path, variable.replace(_stream_state(variable, jax.random.fold_in(base, index))))
                 for index, (path, variable) in enumerate(self._streams.items())]
 
-    def _make_constants(self, rest: Mapping[Path, Any]) -> dict[Path, jax.Array]:
-        for path, leaf in rest.items():
-            if isinstance(leaf, nnx.Variable):
-                raise ConfigError("module", f"{_text(path)} ({type(leaf).__name__})", _STATELESS)
-        if not rest:
-            return {}
-
-        @jax.jit  # what the constants do not need, the parameters first of all, is never computed
-        def constants() -> list[jax.Array]:
-            leaves = dict(nnx.to_flat_state(nnx.state(self._make_module(nnx.Rngs(0)))))
-            return [leaves[path] for path in rest]
-
-        return dict(zip(rest, constants(), strict=True))
-
 
 def _stream_state(variable: nnx.Variable[Any], key: jax.Array) -> jax.Array:
     """A stream's fresh state: its key (split where one key a layer is held), or its count, 0."""
     if not isinstance(variable, nnx.RngKey):
         return jnp.zeros(variable.shape, variable.dtype)
     return jax.random.split(key, variable.shape) if variable.shape else key
+
+
+def _template(build: Callable[[], nnx.Module]) -> tuple[nnx.Module, list[Path]]:
+    """The module, and its parameters' paths in definition order.
+
+    The module is abstract, unless it holds plain arrays: under a trace flax takes those for static.
+    """
+    order: list[Path] = []
+    arrays: list[Any] = []
+
+    def inspect() -> None:
+        module = build()
+        order.extend(_definition_order(module))  # read here: a transformation returns attributes sorted
+        arrays.extend(leaf for _, leaf in nnx.iter_graph(module)
+                      if isinstance(leaf, (jax.Array, np.ndarray)) and not isinstance(leaf, nnx.Variable))
+
+    jax.eval_shape(inspect)
+    return build() if arrays else nnx.eval_shape(build), order
 
 
 def _definition_order(module: nnx.Module) -> list[Path]:
@@ -203,7 +206,7 @@ def _linen_order(create: Callable[[Any], Any]) -> Any:
     for collection, names in seen[0].items():
         if collection not in ("params", "intermediates"):
             first = "/".join([collection, *_first_path(names)])
-            raise ConfigError("module", f"{first} (collection {collection!r})", _STATELESS)
+            raise ConfigError("module state", f"{first} (collection {collection!r})", _STATELESS)
     return seen[0].get("params", OrderedDict())
 
 
@@ -227,19 +230,19 @@ def _streams(names: Iterable[str], key: Any) -> dict[str, jax.Array]:
     return {name: jax.random.fold_in(key, index) for index, name in enumerate(names)}
 
 
-def _nested(leaves: Iterable[tuple[Path, Any]]) -> OrderedDict[str, Any]:
-    root: OrderedDict[str, Any] = OrderedDict()
+def _nested(leaves: Iterable[tuple[Path, Any]]) -> OrderedDict[Any, Any]:
+    root: OrderedDict[Any, Any] = OrderedDict()
     for path, leaf in leaves:
         node = root
         for step in path[:-1]:
-            node = node.setdefault(str(step), OrderedDict())
-        node[str(path[-1])] = leaf
+            node = node.setdefault(step, OrderedDict())
+        node[path[-1]] = leaf
     return root
 
 
 def _leaf(params: Params, path: Path) -> Any:
     for step in path:
-        params = params[str(step)]
+        params = params[step]
     return params
 
 

@@ -9,6 +9,7 @@ output_head. Matrices are (in, out). Sources: Touvron et al. 2023 (LLaMA) for th
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -51,11 +52,12 @@ class Decoder(nnx.Module):
     """Maps int32[B, T] token ids to float32[B, T, vocab_size] logits."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
+        draws = _Draws(rngs.params(), config.matrix_elements)
         self.config = config
-        self.token_embedding = _normal(rngs, (config.vocab_size, config.dim), INITIAL_STDDEV)
-        self.layers = nnx.List([DecoderLayer(config, rngs) for _ in range(config.layers)])
+        self.token_embedding = draws.take((config.vocab_size, config.dim), INITIAL_STDDEV)
+        self.layers = nnx.List([DecoderLayer(config, draws, rngs) for _ in range(config.layers)])
         self.final_norm = _ones(config.dim)
-        self.output_head = _normal(rngs, (config.dim, config.vocab_size), INITIAL_STDDEV)
+        self.output_head = draws.take((config.dim, config.vocab_size), INITIAL_STDDEV)
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
@@ -74,19 +76,19 @@ class Decoder(nnx.Module):
 class DecoderLayer(nnx.Module):
     """Attention, then the feed-forward part, each on a normed input and added to the residual."""
 
-    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DecoderConfig, draws: _Draws, rngs: nnx.Rngs) -> None:
         dim, kv_dim, ffn_dim = config.dim, config.kv_heads * config.head_dim, config.ffn_dim
         residual_stddev = INITIAL_STDDEV / math.sqrt(2 * config.layers)
         self.head_dim = config.head_dim
         self.attention_norm = _ones(dim)
-        self.q = _normal(rngs, (dim, dim), INITIAL_STDDEV)
-        self.k = _normal(rngs, (dim, kv_dim), INITIAL_STDDEV)
-        self.v = _normal(rngs, (dim, kv_dim), INITIAL_STDDEV)
-        self.o = _normal(rngs, (dim, dim), residual_stddev)
+        self.q = draws.take((dim, dim), INITIAL_STDDEV)
+        self.k = draws.take((dim, kv_dim), INITIAL_STDDEV)
+        self.v = draws.take((dim, kv_dim), INITIAL_STDDEV)
+        self.o = draws.take((dim, dim), residual_stddev)
         self.ffn_norm = _ones(dim)
-        self.gate = _normal(rngs, (dim, ffn_dim), INITIAL_STDDEV)
-        self.up = _normal(rngs, (dim, ffn_dim), INITIAL_STDDEV)
-        self.down = _normal(rngs, (ffn_dim, dim), residual_stddev)
+        self.gate = draws.take((dim, ffn_dim), INITIAL_STDDEV)
+        self.up = draws.take((dim, ffn_dim), INITIAL_STDDEV)
+        self.down = draws.take((ffn_dim, dim), residual_stddev)
         self.attention_dropout = nnx.Dropout(config.dropout, rngs=rngs)
         self.ffn_dropout = nnx.Dropout(config.dropout, rngs=rngs)
 
@@ -108,8 +110,26 @@ def _decoder_loss(module: Decoder, batch: Batch, key: Any) -> tuple[jax.Array, j
     return token_cross_entropy(module(batch["inputs"]), batch["targets"])
 
 
-def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], stddev: float) -> nnx.Param[jax.Array]:
-    return nnx.Param(stddev * jax.random.normal(rngs.params(), shape, jnp.float32))
+class _Draws:
+    """The normal numbers of a whole model from one draw, handed out in order.
+
+    One draw is one program to compile; a draw a tensor would be one a shape. The barrier keeps a
+    surrounding `jit` from joining draw and scaling, which would change bits.
+    """
+
+    def __init__(self, key: jax.Array, count: int) -> None:
+        self._values = jax.lax.optimization_barrier(jax.random.normal(key, (count,), jnp.float32))
+        self._taken = 0
+
+    def take(self, shape: tuple[int, ...], stddev: float) -> nnx.Param[jax.Array]:
+        """The next numbers, times `stddev`, as a parameter of `shape`."""
+        start, self._taken = self._taken, self._taken + math.prod(shape)
+        return nnx.Param(_scaled_part(self._values, start, shape, stddev))
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _scaled_part(values: jax.Array, start: int, shape: tuple[int, ...], stddev: float) -> jax.Array:
+    return stddev * jax.lax.dynamic_slice(values, (start,), (math.prod(shape),)).reshape(shape)
 
 
 def _ones(dim: int) -> nnx.Param[jax.Array]:

@@ -47,6 +47,12 @@ class DecoderConfig:
         """The width of one head."""
         return self.dim // self.heads
 
+    @property
+    def matrix_elements(self) -> int:
+        """The number of parameters that are drawn: all but the scales of the norms."""
+        layer = 2 * self.dim * self.dim + 2 * self.dim * self.kv_heads * self.head_dim + 3 * self.dim * self.ffn_dim
+        return 2 * self.vocab_size * self.dim + self.layers * layer
+
 
 PRESETS = MappingProxyType({
     "tiny": DecoderConfig(vocab_size=8, dim=8, layers=1, heads=2, kv_heads=1, ffn_dim=16, context=4),
