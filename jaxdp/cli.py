@@ -27,8 +27,9 @@ def main(arguments: Arguments | None = None) -> int:
 
     0 done, 1 failed, 2 bad use, 143 and 130 stopped by SIGTERM and Ctrl-C. No error escapes.
     """
+    if arguments is None:  # a process of our own: a crash in native code shows where Python was
+        faulthandler.enable()
     words = list(sys.argv[1:] if arguments is None else arguments)
-    faulthandler.enable()
     try:
         return _dispatch(words)
     except SystemExit as error:  # argparse after --help

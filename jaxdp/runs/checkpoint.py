@@ -97,7 +97,7 @@ def load(folder: Path) -> State:
 
     Raises `CheckpointError` naming the folder and what disagrees.
     """
-    marker = _read_marker(folder)
+    marker = read_marker(folder)
     data = _read_state(folder)
     if len(data) != marker["size"]:
         raise CheckpointError(f"{folder}: {STATE_FILE} has {len(data)} bytes; its marker says {marker['size']}.")
@@ -109,6 +109,20 @@ def load(folder: Path) -> State:
     if state.parameter_digest() != marker["digest"]:
         raise CheckpointError(f"{folder}: the parameter digest is not the one in the marker.")
     return state
+
+
+def read_marker(folder: Path) -> dict[str, Any]:
+    """What a step's marker says its contents are. Raises `CheckpointError` where it cannot be read."""
+    path = folder / MARKER_FILE
+    try:
+        marker = strict_json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: there is no {MARKER_FILE}; the save did not finish.") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder}: {MARKER_FILE} cannot be read: {error}.") from error
+    if not isinstance(marker, dict) or not {"step", "size", "sha256", "digest"} <= marker.keys():
+        raise CheckpointError(f"{folder}: {MARKER_FILE} lacks step, size, sha256 or digest.")
+    return marker
 
 
 def newest_good(checkpoints: Path) -> Found:
@@ -177,19 +191,6 @@ def _write_failure(files: Files, folder: Path, state: State, error: OSError) -> 
 
 def _existing_ancestor(path: Path) -> Path:
     return next(candidate for candidate in (path, *path.parents) if candidate.exists())
-
-
-def _read_marker(folder: Path) -> dict[str, Any]:
-    path = folder / MARKER_FILE
-    try:
-        marker = strict_json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder}: there is no {MARKER_FILE}; the save did not finish.") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder}: {MARKER_FILE} cannot be read: {error}.") from error
-    if not isinstance(marker, dict) or not {"step", "size", "sha256", "digest"} <= marker.keys():
-        raise CheckpointError(f"{folder}: {MARKER_FILE} lacks step, size, sha256 or digest.")
-    return marker
 
 
 def _read_state(folder: Path) -> bytes:

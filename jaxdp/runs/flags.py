@@ -30,6 +30,7 @@ class Flag:
     group: str = "options"
     metavar: str | None = None
     positional: bool = False  # a required argument without a flag
+    short: str | None = None  # such as "-o"
 
 
 def flag_name(field: str) -> str:
@@ -105,7 +106,8 @@ def _add_flag(group: Any, field: _Field) -> None:
     if field.kind is bool:
         group.add_argument(flag_name(field.name), action=argparse.BooleanOptionalAction, help=text)
     else:
-        group.add_argument(flag_name(field.name), help=text, metavar=field.flag.metavar or _metavar(field.kind))
+        names = [flag_name(field.name)] if field.flag.short is None else [field.flag.short, flag_name(field.name)]
+        group.add_argument(*names, help=text, metavar=field.flag.metavar or _metavar(field.kind))
 
 
 def _metavar(kind: Any) -> str:

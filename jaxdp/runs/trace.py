@@ -51,8 +51,7 @@ def export(source: Path) -> dict[str, Any]:
     records = [strict_json.restore_numbers(record) for record in strict_json.read_records(path)]
     if not records:
         raise DataError(f"{path} holds no trace records. Name a run's folder or a trace.jsonl.")
-    events: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "tid": 0, "name": "process_name",
-                                     "args": {"name": FRAMEWORK}}]
+    events = _names(1 + max((record["rank"] for record in records if record["rank"] is not None), default=-1))
     start_us = 0.0
     for iteration in _iterations(records):
         events += _step_events(iteration, start_us)
@@ -77,6 +76,12 @@ def _iterations(records: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]
     for record in records:
         groups.setdefault(record["iteration"], []).append(record)
     return [groups[iteration] for iteration in sorted(groups)]
+
+
+def _names(ranks: int) -> list[dict[str, Any]]:
+    threads = ["all ranks", *(f"rank {rank}" for rank in range(ranks))]
+    named = [("process_name", 0, FRAMEWORK), *(("thread_name", thread, name) for thread, name in enumerate(threads))]
+    return [{"ph": "M", "pid": 0, "tid": thread, "name": kind, "args": {"name": name}} for kind, thread, name in named]
 
 
 def _step_events(records: Sequence[dict[str, Any]], start_us: float) -> list[dict[str, Any]]:

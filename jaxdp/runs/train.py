@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxdp.errors import ConfigError
-from jaxdp.runs import environment, folder, job, manifest, platform, resume
+from jaxdp.runs import environment, folder, job, manifest, platform
 from jaxdp.runs.config import TrainConfig
 from jaxdp.runs.failure import DONE, INTERRUPTED, note, report
 from jaxdp.runs.files import Files, write_durably
 from jaxdp.runs.job import Job
 from jaxdp.runs.layout import PLOT_FILE, SAMPLE_FILE
 from jaxdp.runs.package import RunPackage
-from jaxdp.runs.resume import Located
 from jaxdp.runs.stop import StopRequest
 
 if TYPE_CHECKING:
     from jaxdp.runs.progress import Display
+    from jaxdp.runs.resume import Located
     from jaxdp.training.trainer import DataParallelTrainer
 
 PROGRAM = "jaxdp train"
@@ -53,7 +53,9 @@ def train(config: TrainConfig, command: Sequence[str]) -> int:
 
 
 def _prepare(config: TrainConfig, package: RunPackage) -> tuple[Job, Located | None]:
-    """Everything that may refuse the run, with nothing written yet."""
+    """Everything that may refuse the run, with nothing written yet. The first that imports JAX."""
+    from jaxdp.runs import resume
+
     if package.previous_owner is not None:
         note(f"took over {package.path} from a run that died ({package.previous_owner})")
     prepared = job.prepare(config)

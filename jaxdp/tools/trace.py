@@ -1,0 +1,35 @@
+"""`jaxdp trace export RUN`: the trace in the form that Chrome's and Perfetto's viewers open."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from jaxdp.errors import RunFolderError
+from jaxdp.runs import strict_json
+from jaxdp.runs.flags import Flag
+from jaxdp.runs.trace import export as export_trace
+
+DONE = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Writes a run's trace in the Chrome/Perfetto form (open it at https://ui.perfetto.dev)."""
+
+    run: Annotated[str, Flag("a run's folder, or a trace.jsonl", positional=True)]
+    output: Annotated[str, Flag("file to write", metavar="PATH", short="-o")] = "trace.json"
+
+
+def export(options: ExportOptions) -> int:
+    """Writes the file. Raises `DataError` where there is no trace, `RunFolderError` where it cannot be written."""
+    trace = export_trace(Path(options.run))
+    path = Path(options.output)
+    try:
+        path.write_bytes(strict_json.encode(strict_json.dumps(trace) + "\n"))
+    except OSError as error:
+        raise RunFolderError(f"--output {path} cannot be written: {error.strerror}.") from error
+    sys.stdout.write(f"{len(trace['traceEvents'])} events in {path}\n")
+    return DONE
