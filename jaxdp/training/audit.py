@@ -26,13 +26,14 @@ class Mismatch:
 class Auditor:
     """Compares parameters on device by fingerprint; reads them back only where they differ."""
 
-    def __init__(self, parameters: Any) -> None:
+    def __init__(self, parameters: Any, devices: Sequence[jax.Device]) -> None:
+        self._devices = devices
         self.specs: tuple[LeafSpec, ...] = leaf_specs(parameters)
         self._fingerprint = RowProgram(_row_fingerprints)
 
     def fingerprints(self, rows: Sequence[Any]) -> np.ndarray:
-        """`uint32[len(rows), leaves, lanes]` of parameters held as rows, one device each."""
-        dispatched = [self._fingerprint(row) for row in rows]
+        """`uint32[len(rows), leaves, lanes]` of parameters held as rows, on the first devices."""
+        dispatched = [self._fingerprint(None, device, row) for row, device in zip(rows, self._devices, strict=False)]
         return np.stack(jax.device_get(dispatched))
 
     def digest(self, fingerprints: np.ndarray) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxdp.models.model import Batch
 from jaxdp.training.spmd import RowProgram, first_row
+from jaxdp.training.stages import batch_shapes
 from jaxdp.training.step import StepRules, loss_sum
 
 
@@ -27,6 +28,7 @@ class Evaluator:
         for index, batch in enumerate(batches):
             rank = index % len(devices)
             inputs = {name: np.asarray(batch[name], np.int32) for name in ("inputs", "targets")}
-            results.append(self._program(rows[rank], jax.device_put(inputs, devices[rank])))
+            placed = jax.device_put(inputs, devices[rank])
+            results.append(self._program(batch_shapes(inputs), devices[rank], rows[rank], placed))
         stats = np.array(jax.device_get(results), np.float64).reshape(-1, 2)
         return math.fsum(stats[:, 0]), int(stats[:, 1].sum())

@@ -15,6 +15,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxdp.training.portable import load_on
+
 AXIS = "ranks"
 
 
@@ -49,17 +51,32 @@ class SpmdProgram:
 
 
 class RowProgram:
-    """A function compiled by plain `jit` for one device at a time, whose HLO knows no world size.
+    """A function compiled once for a single device, whose HLO knows no world size, run on any device.
 
-    Arguments and results are rows of one device.
+    Arguments are committed to the device that runs; `shapes` is a hashable that tells apart the sets
+    of argument shapes it is called with.
     """
 
     def __init__(self, function: Callable[..., Any], *, donate: tuple[int, ...] = ()) -> None:
         self._jitted = jax.jit(function, donate_argnums=donate)
+        self._compiled: dict[Any, jax.stages.Compiled] = {}
+        self._loaded: dict[Any, jax.stages.Compiled] = {}
 
-    def __call__(self, *arguments: Any) -> Any:
-        """Runs on the device that holds the committed arguments."""
-        return self._jitted(*arguments)
+    def __call__(self, shapes: Any, device: jax.Device, *arguments: Any) -> Any:
+        """Runs on `device`."""
+        program = self._loaded.get((shapes, device))
+        if program is None:
+            program = self._load(shapes, device, arguments)
+        return program(*arguments)
+
+    def _load(self, shapes: Any, device: jax.Device, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
+        first = self._compiled.get(shapes)
+        if first is None:
+            program = self._compiled[shapes] = self._jitted.lower(*arguments).compile()
+        else:
+            program = load_on(first, device)
+        self._loaded[shapes, device] = program
+        return program
 
 
 def sharding(devices: Sequence[jax.Device]) -> NamedSharding:

@@ -7,6 +7,7 @@ world size, and the stages can be timed apart.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ class StagedStep:
         options = SEPARATE_BUCKETS.get(devices[0].platform) if isinstance(reducer, PsumReducer) else None
         self._gradient = RowProgram(_make_gradient(rules))
         self._add = RowProgram(_add_rows)
-        self._update = RowProgram(_make_update(rules), donate=(0, 1))
+        self._update = RowProgram(_make_update(rules), donate=(0,))
         self.program = SpmdProgram(_make_reduce(rules, reducer), devices, donate=(0,), compiler_options=options)
         self._warm: set[Any] = set()
 
@@ -65,7 +66,7 @@ class StagedStep:
 
     def _gradients(self, batches: Sequence[Batch], step: int) -> tuple[list[Any], list[Any]]:
         """Each rank's subtree of gradients, and its parts' stats, as rows."""
-        trees = [SiblingTree(self._add) for _ in self._devices]
+        trees = [SiblingTree(functools.partial(self._add, "shard", device)) for device in self._devices]
         stats: list[list[Any]] = [[] for _ in self._devices]
         for local in range(self._parts_per_rank):
             for rank in range(len(self._devices)):
@@ -83,8 +84,9 @@ class StagedStep:
         total: Any = None
         for index in range(count):
             inputs = jax.device_put({name: piece[index] for name, piece in pieces.items()}, device)
-            result = self._gradient(self.rows[rank].parameters, inputs, np.int32(step), np.int32(part), np.int32(index))
-            total = result if total is None else self._add(total, result)
+            result = self._gradient(batch_shapes(inputs), device, self.rows[rank].parameters, inputs, np.int32(step),
+                                    np.int32(part), np.int32(index))
+            total = result if total is None else self._add("microbatch", device, total, result)
         return total
 
     def _reduce(self, shapes: Any, gradients: list[Any], stats: list[Any]) -> tuple[list[Any], np.ndarray]:
@@ -96,7 +98,7 @@ class StagedStep:
         weight = total_weight(gathered)
         reports: list[Any] = []
         for rank in range(len(self._devices)):
-            self.rows[rank], report = self._update(self.rows[rank], sums[rank], weight)
+            self.rows[rank], report = self._update(None, self._devices[rank], self.rows[rank], sums[rank], weight)
             reports.append(report)
         jax.block_until_ready(self.rows)
         return jax.device_get(reports[0])
@@ -108,7 +110,7 @@ class StagedStep:
         self.program.prepare(shapes, stack(gradients, self._devices), stack(stats, self._devices))
         kept = [jax.tree.map(jnp.copy, row) for row in self.rows]
         for rank, gradient in enumerate(gradients):
-            self._update(kept[rank], gradient, np.float32(1))
+            self._update(None, self._devices[rank], kept[rank], gradient, np.float32(1))
         self._warm.add(shapes)
         return watch.lap()
 

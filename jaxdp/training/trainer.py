@@ -57,7 +57,7 @@ class DataParallelTrainer:
             model=self.model, optimizer=optimizer, plan=self.plan, forward_dtypes=dtypes,
             key_data=np.asarray(jax.random.key_data(jax.random.key(seed))),
             accumulation_steps=config.accumulation_steps, maximum_gradient_norm=config.maximum_gradient_norm)
-        self._auditor = Auditor(state.parameters)
+        self._auditor = Auditor(state.parameters, self.devices)
         self._evaluator = Evaluator(self._rules)
         self._collective = self._make_collective(state)
         self._step = self._make_step(self._make_reducer(), replicate(state, self.devices))
