@@ -9,7 +9,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-STEPS ?= 300
+STEPS ?= 400
 TRAIN_ARGS ?=
 PYTEST_ARGS ?=
 
@@ -25,7 +25,8 @@ help:
 
 train: $(VENV)/.installed
 	@number=1; while [ -e runs/bytes-s-$$number ]; do number=$$((number + 1)); done; set -x; \
-	$(BIN)/jaxdp train --model bytes-s --data kjv --devices 4 --platform cpu --steps $(STEPS) \
+	$(BIN)/jaxdp train --model bytes-s --data kjv --devices 4 --platform cpu --steps $(STEPS) --batch 4 \
+		--context 128 --learning-rate 0.004 --warmup-steps 15 --decay-steps $(STEPS) \
 		--sample --output runs/bytes-s-$$number $(TRAIN_ARGS)
 
 test: $(VENV)/.installed

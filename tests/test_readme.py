@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 import re
 import shlex
 
 import pytest
 from helpers import ROOT, run_jaxdp, run_python
+
+import jaxdp
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -86,3 +89,11 @@ def test_every_relative_link_of_the_readme_leads_to_a_file() -> None:
     targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", (ROOT / "README.md").read_text())
     assert targets
     assert [target for target in targets if not (ROOT / target).exists()] == []
+
+
+def test_the_api_page_names_every_public_name_field_and_error() -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
+    classes = (jaxdp.DataParallelConfig, jaxdp.AdamWConfig, jaxdp.StepMetrics)
+    fields = {field.name for kind in classes for field in dataclasses.fields(kind)}
+    words = set(re.findall(r"\w+", text))
+    assert {*jaxdp.__all__, *fields} - words == set()
