@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from jaxdp import __version__
-from jaxdp.errors import BadUse
+from jaxdp.errors import BadUse, ConfigError
 from jaxdp.runs.failure import BAD_USE, DONE, report
 
 Arguments = Sequence[str]
@@ -66,38 +66,50 @@ def _say(text: str) -> None:
 
 def _train(arguments: Arguments) -> int:
     from jaxdp.runs.config import TrainConfig
-    from jaxdp.runs.flags import parse
+    from jaxdp.runs.flags import named_by_flag, parse
 
     config = parse(TrainConfig, "jaxdp train", arguments)
     from jaxdp.runs.train import train
 
-    return train(config, ["jaxdp", "train", *arguments])
+    try:
+        return train(config, ["jaxdp", "train", *arguments])
+    except ConfigError as error:
+        raise named_by_flag(error, TrainConfig) from None
 
 
 def _compare(arguments: Arguments) -> int:
     from jaxdp.runs.flags import parse
-    from jaxdp.tools.compare import CompareOptions, compare
+    from jaxdp.tools.options import CompareOptions
 
-    return compare(parse(CompareOptions, "jaxdp compare", arguments))
+    options = parse(CompareOptions, "jaxdp compare", arguments)
+    from jaxdp.tools.compare import compare
+
+    return compare(options)
 
 
 def _doctor(arguments: Arguments) -> int:
     from jaxdp.runs.flags import parse
-    from jaxdp.tools.doctor import DoctorOptions, doctor
+    from jaxdp.tools.options import DoctorOptions
 
-    return doctor(parse(DoctorOptions, "jaxdp doctor", arguments))
+    options = parse(DoctorOptions, "jaxdp doctor", arguments)
+    from jaxdp.tools.doctor import doctor
+
+    return doctor(options)
 
 
 def _sample(arguments: Arguments) -> int:
     from jaxdp.runs.flags import parse
-    from jaxdp.tools.sample import SampleOptions, sample
+    from jaxdp.tools.options import SampleOptions
 
-    return sample(parse(SampleOptions, "jaxdp sample", arguments))
+    options = parse(SampleOptions, "jaxdp sample", arguments)
+    from jaxdp.tools.sample import sample
+
+    return sample(options)
 
 
 def _trace(arguments: Arguments) -> int:
     from jaxdp.runs.flags import parse
-    from jaxdp.tools.trace import ExportOptions, export
+    from jaxdp.tools.options import ExportOptions
 
     if arguments[:1] in (["--help"], ["-h"]):
         _say("usage: jaxdp trace export RUN [flags]\n\nWrites a run's trace in the Chrome/Perfetto form.")
@@ -105,7 +117,10 @@ def _trace(arguments: Arguments) -> int:
     if arguments[:1] != ["export"]:
         raise BadUse(f"jaxdp trace takes 'export'; got {arguments[0] if arguments else 'nothing'!r}. "
                      f"See: jaxdp trace export --help")
-    return export(parse(ExportOptions, "jaxdp trace export", arguments[1:]))
+    options = parse(ExportOptions, "jaxdp trace export", arguments[1:])
+    from jaxdp.tools.trace import export
+
+    return export(options)
 
 
 COMMANDS = {

@@ -13,6 +13,7 @@ from jaxdp.runs import environment, folder, job, manifest, platform
 from jaxdp.runs.config import TrainConfig
 from jaxdp.runs.failure import DONE, INTERRUPTED, note, report
 from jaxdp.runs.files import Files, write_durably
+from jaxdp.runs.flags import named_by_flag
 from jaxdp.runs.job import Job
 from jaxdp.runs.layout import PLOT_FILE, SAMPLE_FILE
 from jaxdp.runs.package import RunPackage
@@ -117,7 +118,7 @@ def _run(config: TrainConfig, prepared: Job, package: RunPackage, start: Located
                 status, code = "interrupted", stop.exit_code
         except BaseException as error:
             display.close()
-            code = report(error, PROGRAM)
+            code = report(named_by_flag(error, TrainConfig) if isinstance(error, ConfigError) else error, PROGRAM)
             status = "interrupted" if code == INTERRUPTED else "failed"
         package.finish(status, code)
     return code

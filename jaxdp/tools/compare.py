@@ -5,24 +5,16 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from jaxdp.errors import BadUse, CheckpointError
 from jaxdp.runs import checkpoint, resume, strict_json
 from jaxdp.runs.checkpoint import State
-from jaxdp.runs.flags import Flag
 from jaxdp.runs.layout import CHECKPOINTS_FOLDER, METRICS_FILE, finished_steps
 from jaxdp.tools.difference import first_tensor_difference, record_differences
+from jaxdp.tools.options import CompareOptions
 
 SAME, DIFFERENT = 0, 1
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CompareOptions:
-    """Finds where two runs, or two checkpoints, first differ. Exit code 0: the same; 1: they differ."""
-
-    a: Annotated[str, Flag("a run's folder, or a checkpoint's", positional=True)]
-    b: Annotated[str, Flag("what to compare it with", positional=True)]
 
 
 @dataclasses.dataclass(frozen=True)

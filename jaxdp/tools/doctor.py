@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shlex
 import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from jaxdp.runs import environment, strict_json
-from jaxdp.runs.flags import Flag
+from jaxdp.tools.options import DoctorOptions
 
 DONE, FAILED = 0, 1
 _SHARED_MEMORY = Path("/dev/shm")
@@ -22,13 +21,6 @@ _VISIBLE = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL",
             "JAX_PLATFORMS")
 _JAX_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl",
                  "jax_threefry_partitionable", "jax_numpy_dtype_promotion")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DoctorOptions:
-    """Shows devices, visible GPUs, the native library, shared memory, versions and determinism flags."""
-
-    json: Annotated[bool, Flag("one JSON object instead of lines")] = False
 
 
 def doctor(options: DoctorOptions) -> int:

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
-from typing import Annotated
 
 from jaxdp.errors import RunFolderError
 from jaxdp.runs import strict_json
-from jaxdp.runs.flags import Flag
 from jaxdp.runs.trace import export as export_trace
+from jaxdp.tools.options import ExportOptions
 
 DONE = 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    """Writes a run's trace in the Chrome/Perfetto form (open it at https://ui.perfetto.dev)."""
-
-    run: Annotated[str, Flag("a run's folder, or a trace.jsonl", positional=True)]
-    output: Annotated[str, Flag("file to write", metavar="PATH", short="-o")] = "trace.json"
 
 
 def export(options: ExportOptions) -> int:
