@@ -63,4 +63,5 @@ def _bits(tensor: np.ndarray) -> np.ndarray:
 
 def _describe(tensor: np.ndarray, place: int) -> str:
     digits = 2 * tensor.dtype.itemsize
-    return f"0x{int(_bits(tensor)[place]):0{digits}X} ({tensor.reshape(-1)[place]})"
+    value = tensor.reshape(-1)[place]
+    return f"0x{int(_bits(tensor)[place]):0{digits}X} ({int(value) if tensor.dtype.kind in 'biu' else float(value)})"
