@@ -1,10 +1,18 @@
 // The Python face of the native code: FFI registrations and communicator handles.
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <future>
+#include <memory>
+#include <stdexcept>
+
 #include "jaxdp/group.h"
 #include "jaxdp/handlers.h"
+#include "jaxdp/ipc_group.h"
 
 namespace nb = nanobind;
 
@@ -23,6 +31,68 @@ std::string text_of(const Status& status) { return status.ok() ? std::string() :
 std::int64_t create_local_group(const std::vector<int>& device_ordinals, double timeout_s,
                                 std::uint64_t first_sequence) {
   return register_group(make_local_group({device_ordinals, timeout_s, first_sequence}));
+}
+
+std::shared_ptr<Segment> map_segment(int descriptor, std::size_t staging_bytes) {
+  if (staging_bytes < kMinimumStagingBytes || staging_bytes % kMinimumStagingBytes != 0) {
+    throw std::invalid_argument("staging_bytes must be a multiple of " + std::to_string(kMinimumStagingBytes) +
+                                "; got " + std::to_string(staging_bytes) + ".");
+  }
+  std::string error;
+  auto segment = Segment::map(descriptor, staging_bytes, &error);
+  if (!segment) throw std::runtime_error(error);
+  return segment;
+}
+
+std::shared_ptr<Segment> create_segment(int descriptor, std::size_t staging_bytes, std::uint64_t nonce, int rank,
+                                        int world) {
+  auto segment = map_segment(descriptor, staging_bytes);
+  segment->initialize(nonce, rank, world);
+  return segment;
+}
+
+std::shared_ptr<Segment> open_segment(int descriptor, std::size_t staging_bytes, std::uint64_t nonce, int rank,
+                                      int world) {
+  auto segment = map_segment(descriptor, staging_bytes);
+  const std::string mismatch = segment->mismatch(nonce, rank, world);
+  if (!mismatch.empty()) throw std::runtime_error(mismatch);
+  return segment;
+}
+
+// A handle, or 0 and the failure's text.
+std::pair<std::int64_t, std::string> create_ipc_group(std::vector<std::shared_ptr<Segment>> segments,
+                                                      std::vector<int> pidfds, int rank, int device_ordinal,
+                                                      double timeout_s, std::uint64_t first_sequence,
+                                                      std::size_t one_shot_bytes) {
+  nb::gil_scoped_release release;
+  Status status;
+  auto group = make_ipc_group({rank, device_ordinal, std::move(segments), std::move(pidfds), timeout_s, first_sequence,
+                               one_shot_bytes},
+                              &status);
+  if (!group) return {0, text_of(status)};
+  return {register_group(std::move(group)), {}};
+}
+
+using Array = nb::ndarray<nb::c_contig, nb::device::cpu>;
+
+// One call of one rank without XLA, waited for: the failure's text, empty when Ok.
+std::string call_group(std::int64_t handle, int rank, int operation, int dtype, std::vector<Array> inputs,
+                       std::vector<Array> outputs, std::string signature) {
+  const auto group = find_group(handle);
+  if (!group) return Status{StatusKind::kCommunicatorClosed, "the communicator was closed; create a new one."}.text();
+  Call call{static_cast<Operation>(operation), {}, std::move(signature)};
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    call.lanes.push_back({inputs[i].data(), outputs.at(i).data(), inputs[i].size(), inputs[i].itemsize(),
+                          static_cast<DType>(dtype)});
+  }
+  nb::gil_scoped_release release;
+  const auto result = std::make_shared<std::promise<Status>>();
+  class Inline final : public Executor {
+    int threads() const override { return 1; }
+    void schedule(std::function<void()>) override {}
+  } executor;
+  group->submit(rank, std::move(call), [result](const Status& status) { result->set_value(status); }, executor);
+  return text_of(result->get_future().get());
 }
 
 std::string close_group(std::int64_t handle) {
@@ -55,6 +125,14 @@ NB_MODULE(_native, m) {
   m.def("cpu_handlers", [] { return jaxdp::registrations(jaxdp::cpu_handlers()); });
   m.def("create_local_group", &jaxdp::create_local_group, "device_ordinals"_a, "timeout_s"_a,
         "first_sequence"_a = 1);
+  nb::class_<jaxdp::Segment>(m, "Segment");
+  m.def("segment_file_bytes", &jaxdp::Segment::file_bytes, "staging_bytes"_a);
+  m.def("create_segment", &jaxdp::create_segment, "descriptor"_a, "staging_bytes"_a, "nonce"_a, "rank"_a, "world"_a);
+  m.def("open_segment", &jaxdp::open_segment, "descriptor"_a, "staging_bytes"_a, "nonce"_a, "rank"_a, "world"_a);
+  m.def("create_ipc_group", &jaxdp::create_ipc_group, "segments"_a, "pidfds"_a, "rank"_a, "device_ordinal"_a,
+        "timeout_s"_a, "first_sequence"_a, "one_shot_bytes"_a);
+  m.def("call_group", &jaxdp::call_group, "handle"_a, "rank"_a, "operation"_a, "dtype"_a, "inputs"_a, "outputs"_a,
+        "signature"_a);
   m.def("close_group", &jaxdp::close_group, "handle"_a);
   m.def("group_failure", &jaxdp::group_failure, "handle"_a);
   m.def("group_calls", &jaxdp::group_calls, "handle"_a, "rank"_a);

@@ -80,3 +80,11 @@ class PeerFailure(CollectiveError):
 
 class CommunicatorClosed(CollectiveError):
     """The communicator was used after `close()`."""
+
+
+class StagingError(CollectiveError):
+    """The shared memory that a collective needs could not be had."""
+
+
+class RendezvousError(BadUse):
+    """A rank's place in a run is taken by a live process, or the ranks disagree on the run."""
