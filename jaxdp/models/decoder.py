@@ -113,12 +113,12 @@ def _decoder_loss(module: Decoder, batch: Batch, key: Any) -> tuple[jax.Array, j
 class _Draws:
     """The normal numbers of a whole model from one draw, handed out in order.
 
-    One draw is one program to compile; a draw a tensor would be one a shape. The barrier keeps a
-    surrounding `jit` from joining draw and scaling, which would change bits.
+    One draw is one program to compile; a draw a tensor would be one a shape. The slice between draw
+    and scaling keeps a surrounding `jit` from joining the two products, which would change bits.
     """
 
     def __init__(self, key: jax.Array, count: int) -> None:
-        self._values = jax.lax.optimization_barrier(jax.random.normal(key, (count,), jnp.float32))
+        self._values = jax.random.normal(key, (count,), jnp.float32)
         self._taken = 0
 
     def take(self, shape: tuple[int, ...], stddev: float) -> nnx.Param[jax.Array]:
