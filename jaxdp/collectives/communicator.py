@@ -183,6 +183,10 @@ class CallChain:
         """As `DeterministicCollective.all_reduce_many`."""
         return list(self._run(Operation.ALL_REDUCE, self._collective._checked(Operation.ALL_REDUCE, lanes)))
 
+    def reduce_scatter_many(self, lanes: Sequence[Any]) -> list[jax.Array]:
+        """As `DeterministicCollective.reduce_scatter_many`."""
+        return list(self._run(Operation.REDUCE_SCATTER, self._collective._checked(Operation.REDUCE_SCATTER, lanes)))
+
     def all_gather(self, x: jax.Array) -> jax.Array:
         """As `DeterministicCollective.all_gather`."""
         return self._run(Operation.ALL_GATHER, (x,))[0]
