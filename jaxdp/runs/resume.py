@@ -7,17 +7,18 @@ from pathlib import Path
 
 from jaxdp.errors import CheckpointError, RunFolderError
 from jaxdp.runs import checkpoint
-from jaxdp.runs.checkpoint import State
+from jaxdp.runs.checkpoint import PassedOver, State
 from jaxdp.runs.failure import note
 from jaxdp.runs.layout import CHECKPOINTS_FOLDER, STATE_FILE, list_steps
 
 
 @dataclasses.dataclass(frozen=True)
 class Located:
-    """A state and the step folder that it was loaded from."""
+    """A state, the step folder that it was loaded from, and the newer steps that were passed over for it."""
 
     state: State
     folder: Path
+    passed_over: tuple[PassedOver, ...] = ()
 
 
 def locate(path: Path) -> Located:
@@ -43,7 +44,9 @@ def newest(checkpoints: Path) -> Located | None:
     found = checkpoint.newest_good(checkpoints)
     for skipped in found.passed_over:
         note(f"passed over step {skipped.step}: {skipped.reason}")
-    return Located(found.state, found.folder) if found.state is not None and found.folder is not None else None
+    if found.state is None or found.folder is None:
+        return None
+    return Located(found.state, found.folder, found.passed_over)
 
 
 def starting_point(resume: str, run: Path) -> Located | None:

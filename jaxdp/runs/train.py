@@ -89,9 +89,10 @@ def _begin(config: TrainConfig, prepared: Job, package: RunPackage, start: Locat
            command: Sequence[str]) -> None:
     devices = [entry | {"rank": entry["index"] if entry["index"] < config.devices else None}
                for entry in environment.devices()]
-    configuration = config.as_dict() | {
-        "identity": prepared.identity,
-        "resumed_from": None if start is None else {"step": start.state.step, "checkpoint": str(start.folder)}}
+    resumed_from = None if start is None else {
+        "step": start.state.step, "checkpoint": start.folder,
+        "passed_over": [{"step": skipped.step, "reason": skipped.reason} for skipped in start.passed_over]}
+    configuration = config.as_dict() | {"identity": prepared.identity, "resumed_from": resumed_from}
     package.begin(step=0 if start is None else start.state.step, configuration=configuration, command=command,
                   devices=devices, data_sha256=prepared.data_sha256)
 
