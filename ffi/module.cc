@@ -76,14 +76,14 @@ std::pair<std::int64_t, std::string> create_ipc_group(std::vector<std::shared_pt
 using Array = nb::ndarray<nb::c_contig, nb::device::cpu>;
 
 // One call of one rank without XLA, waited for: the failure's text, empty when Ok.
-std::string call_group(std::int64_t handle, int rank, int operation, int dtype, std::vector<Array> inputs,
-                       std::vector<Array> outputs, std::string signature) {
+std::string call_group(std::int64_t handle, int rank, int operation, std::vector<int> dtypes,
+                       std::vector<Array> inputs, std::vector<Array> outputs, std::string signature) {
   const auto group = find_group(handle);
   if (!group) return Status{StatusKind::kCommunicatorClosed, "the communicator was closed; create a new one."}.text();
   Call call{static_cast<Operation>(operation), {}, std::move(signature)};
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     call.lanes.push_back({inputs[i].data(), outputs.at(i).data(), inputs[i].size(), inputs[i].itemsize(),
-                          static_cast<DType>(dtype)});
+                          static_cast<DType>(dtypes.at(i))});
   }
   nb::gil_scoped_release release;
   const auto result = std::make_shared<std::promise<Status>>();
@@ -131,7 +131,7 @@ NB_MODULE(_native, m) {
   m.def("open_segment", &jaxdp::open_segment, "descriptor"_a, "staging_bytes"_a, "nonce"_a, "rank"_a, "world"_a);
   m.def("create_ipc_group", &jaxdp::create_ipc_group, "segments"_a, "pidfds"_a, "rank"_a, "device_ordinal"_a,
         "timeout_s"_a, "first_sequence"_a, "one_shot_bytes"_a);
-  m.def("call_group", &jaxdp::call_group, "handle"_a, "rank"_a, "operation"_a, "dtype"_a, "inputs"_a, "outputs"_a,
+  m.def("call_group", &jaxdp::call_group, "handle"_a, "rank"_a, "operation"_a, "dtypes"_a, "inputs"_a, "outputs"_a,
         "signature"_a);
   m.def("close_group", &jaxdp::close_group, "handle"_a);
   m.def("group_failure", &jaxdp::group_failure, "handle"_a);

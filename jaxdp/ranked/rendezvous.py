@@ -44,11 +44,11 @@ class Rendezvous:
     def __init__(self, context: RankContext, timeout_s: float) -> None:
         self.context = context
         self.nonce = secrets.randbits(63) | 1 if context.rank == 0 else 0
-        self.processes: tuple[Process, ...] = ()
+        self._came: dict[int, Process] = {}
         self._process = Process.current()
         self._claim(timeout_s)
         try:
-            self._meet(timeout_s)
+            self.processes = self._meet(timeout_s)
         except BaseException:
             self.leave()
             raise
@@ -102,9 +102,9 @@ class Rendezvous:
             "rank": self.context.rank, "world_size": self.context.world_size, "nonce": self.nonce,
             "pid": self._process.pid, "start_ticks": self._process.start_ticks})
 
-    def _meet(self, timeout_s: float) -> None:
-        records = self._wait_for_all(self._member, timeout_s, "start")
-        self.processes = tuple(_process_of(record) for record in records)
+    def _meet(self, timeout_s: float) -> tuple[Process, ...]:
+        self._wait_for_all(self._member, timeout_s, "start")
+        return tuple(self._came[rank] for rank in range(self.context.world_size))
 
     def _member(self, rank: int) -> Record | None:
         """The record of `rank` if it has joined this run; takes up rank 0's nonce on the way."""
@@ -117,19 +117,20 @@ class Rendezvous:
         if rank == 0 and self.nonce != record["nonce"]:
             self.nonce = record["nonce"]
             self._publish()
-        return record if record["nonce"] == self.nonce else None
+        if record["nonce"] != self.nonce:
+            return None
+        self._came[rank] = _process_of(record)
+        return record
 
     def _wait_for_all(self, read: Callable[[int], Record | None], timeout_s: float, topic: str) -> tuple[Record, ...]:
         deadline = time.monotonic() + timeout_s
         pauses = _pauses()
-        came: dict[int, Process] = dict(enumerate(self.processes))
         while True:
             records = [read(rank) for rank in range(self.context.world_size)]
             present = tuple(record for record in records if record is not None)
             if len(present) == len(records):
                 return present
-            came.update({rank: _process_of(record) for rank, record in enumerate(records) if record and "pid" in record})
-            for rank, process in came.items():
+            for rank, process in self._came.items():
                 if records[rank] is None and not process.alive() and read(rank) is None:
                     raise PeerFailure(f"{topic}: rank {self.context.rank} waited for rank {rank}, "
                                       f"whose {process} has died.")
