@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING, Any
 
 from jaxdp.errors import ConfigError
 from jaxdp.runs.config import Platform
-
-if TYPE_CHECKING:
-    import jax
 
 _HOST_DEVICES = "--xla_force_host_platform_device_count"
 
@@ -26,11 +22,8 @@ def select(platform: Platform, devices: int) -> None:
         os.environ["XLA_FLAGS"] = _with_host_devices(os.environ.get("XLA_FLAGS", ""), devices)
 
 
-def local_devices(platform: Platform, devices: int) -> list[jax.Device]:
-    """The first `devices` devices of this process. Starts JAX's backend.
-
-    Raises `ConfigError` when the platform cannot be started or has fewer.
-    """
+def check_devices(platform: Platform, devices: int) -> None:
+    """Raises `ConfigError` when the platform cannot be started or has fewer devices. Starts JAX's backend."""
     import jax
 
     try:
@@ -39,7 +32,6 @@ def local_devices(platform: Platform, devices: int) -> list[jax.Device]:
         raise ConfigError("platform", platform, f"one that JAX can start here ({_first_line(error)})") from None
     if len(found) < devices:
         raise ConfigError("devices", devices, f"at most {len(found)}, the {found[0].platform} devices that are visible")
-    return found[:devices]
 
 
 def _with_host_devices(flags: str, devices: int) -> str:
@@ -49,5 +41,5 @@ def _with_host_devices(flags: str, devices: int) -> str:
     return f"{flags} {_HOST_DEVICES}={devices}".strip()
 
 
-def _first_line(error: Any) -> str:
+def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0]

@@ -85,9 +85,11 @@ class LiveDisplay:
         self._progress.start()
 
     def step(self, record: dict[str, Any]) -> None:
-        text = _describe(record, self._speed.update(record))
+        tokens_per_s = self._speed.update(record)
         if record["validation_loss"] is not None:
-            self._progress.console.print(f"step {record['step']}/{self._last}  {text}", highlight=False, markup=False)
+            self._progress.console.print(f"step {record['step']}/{self._last}  {_describe(record, tokens_per_s)}",
+                                         highlight=False, markup=False)
+        text = _describe(record | {"validation_loss": None}, tokens_per_s)
         self._progress.update(self._task, completed=record["step"], description=text)
 
     def close(self) -> None:
@@ -125,8 +127,8 @@ def _describe(record: dict[str, Any], tokens_per_s: float | None) -> str:
 def _make_progress() -> Progress:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    return Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(),
-                    TextColumn("{task.description}", markup=False), TextColumn("eta"), TimeRemainingColumn())
+    return Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=8),
+                    TextColumn("{task.description}", markup=False), TimeRemainingColumn(compact=True))
 
 
 def _write_lines(lines: Sequence[str]) -> None:

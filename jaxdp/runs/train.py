@@ -60,7 +60,7 @@ def _prepare(config: TrainConfig, package: RunPackage) -> tuple[Job, Located | N
     if package.previous_owner is not None:
         note(f"took over {package.path} from a run that died ({package.previous_owner})")
     prepared = job.prepare(config)
-    platform.local_devices(config.platform, config.devices)
+    platform.check_devices(config.platform, config.devices)
     _check_sample(config, prepared)
     start = resume.starting_point(config.resume, package.path)
     if start is not None:
