@@ -58,7 +58,7 @@ class IpcGroup final : public Group {
     const Status status =
         peers_.await_all({&Control::joined, 1, peers_.deadline_ns(), [] { return "creating the communicator"; }});
     if (!status.ok()) {
-      poison(status);
+      poison(next_generation_, status);
     } else {
       worker_ = std::thread([this] { work(); });
     }
@@ -182,7 +182,7 @@ class IpcGroup final : public Group {
       status = poison_;
     }
     if (status.ok()) status = finish(job);
-    if (!status.ok()) poison(status);
+    if (!status.ok()) poison(job.generation, status);
     {
       std::lock_guard lock(mutex_);
       running_ = false;
@@ -199,8 +199,8 @@ class IpcGroup final : public Group {
     wake_.notify_all();
   }
 
-  void poison(const Status& status) {
-    peers_.fail(status);
+  void poison(std::uint64_t generation, const Status& status) {
+    peers_.fail(generation, status);
     std::lock_guard lock(mutex_);
     if (poison_.ok()) poison_ = status;
     if (failure_.ok()) failure_ = status;

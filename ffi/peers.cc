@@ -12,6 +12,7 @@
 namespace jaxdp {
 namespace {
 
+constexpr std::uint64_t kNever = ~std::uint64_t{0};
 constexpr std::uint64_t kSpins = 64;                  // a few microseconds
 constexpr std::uint64_t kYieldUntil_ns = 500'000;     // then sleep: a late peer may need this core
 constexpr std::uint64_t kLongestSleep_ns = 1'000'000;
@@ -24,8 +25,9 @@ std::uint64_t hash_of(const std::string& text) {
   return hash;
 }
 
-std::size_t copy_text(const std::string& text, char* slot) {
-  const std::size_t bytes = std::min(text.size(), kSignatureText);
+template <std::size_t N>
+std::size_t copy_text(const std::string& text, char (&slot)[N]) {
+  const std::size_t bytes = std::min(text.size(), N);
   std::memcpy(slot, text.data(), bytes);
   return bytes;
 }
@@ -123,17 +125,24 @@ Status Peers::await_all(const Wait& wait) {
         await(control(rank).*wait.word, wait.generation, [&] { return turns.next(*this, wait); });
     if (!there) return turns.why();
   }
-  return {};
+  // A rank that comes after its peers gave the call up gives it up too, though their payload is there.
+  return reported_failure(wait.generation);
 }
 
-Status Peers::interruption(const Wait& wait, bool look_for_dead) {
+Status Peers::reported_failure(std::uint64_t last_generation) {
   for (int rank = 0; rank < world(); ++rank) {
-    if (rank == rank_ || !reached(control(rank).failed, 1)) continue;  // acquires the record
+    const std::uint64_t failed = load_acquire_system(&control(rank).failed.value);  // acquires the record
+    if (rank == rank_ || failed == 0 || failed > last_generation) continue;
     const FailureRecord& record = control(rank).failure;
     reporter_ = rank;
     return {static_cast<StatusKind>(record.kind),
             "rank " + std::to_string(record.rank) + " reported first: " + std::string(record.text, record.bytes)};
   }
+  return {};
+}
+
+Status Peers::interruption(const Wait& wait, bool look_for_dead) {
+  if (Status reported = reported_failure(kNever); !reported.ok()) return reported;
   if (stopped_.load()) return {StatusKind::kCommunicatorClosed, wait.subject() + " was in flight at close()."};
   if (look_for_dead) {
     if (Status lost = lost_peer(wait); !lost.ok()) return lost;
@@ -188,9 +197,9 @@ Status Peers::compare_signatures(std::uint64_t generation) const {
   return {};
 }
 
-void Peers::fail(const Status& status) {
+void Peers::fail(std::uint64_t generation, const Status& status) {
   Control& own = control(rank_);
-  if (reached(own.failed, 1)) return;
+  if (own.failed.value != 0) return;
   if (reporter_ >= 0) {
     own.failure = control(reporter_).failure;
   } else {
@@ -198,7 +207,7 @@ void Peers::fail(const Status& status) {
     own.failure.rank = static_cast<std::uint64_t>(rank_);
     own.failure.bytes = copy_text(status.message, own.failure.text);
   }
-  jaxdp::publish(own.failed, 1);  // releases the record; interruption() acquires it
+  jaxdp::publish(own.failed, generation);  // releases the record; reported_failure() acquires it
 }
 
 }  // namespace jaxdp

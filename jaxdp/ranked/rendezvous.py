@@ -38,7 +38,7 @@ class Rendezvous:
     Raises:
         RendezvousError: the place is taken by a live process, or a rank has another world size.
         CollectiveTimeout: some ranks did not come within `timeout_s`; it names who came and who did not.
-        PeerFailure: a rank came and died.
+        PeerFailure: a rank came and then left or died.
     """
 
     def __init__(self, context: RankContext, timeout_s: float) -> None:
@@ -123,27 +123,29 @@ class Rendezvous:
         return record
 
     def _wait_for_all(self, read: Callable[[int], Record | None], timeout_s: float, topic: str) -> tuple[Record, ...]:
-        deadline = time.monotonic() + timeout_s
+        begin = time.monotonic()
         pauses = _pauses()
         while True:
             records = [read(rank) for rank in range(self.context.world_size)]
             present = tuple(record for record in records if record is not None)
             if len(present) == len(records):
                 return present
-            for rank, process in self._came.items():
-                if records[rank] is None and not process.alive() and read(rank) is None:
-                    raise PeerFailure(f"{topic}: rank {self.context.rank} waited for rank {rank}, "
-                                      f"whose {process} has died.")
-            if time.monotonic() >= deadline:
-                raise CollectiveTimeout(self._who_came(records, timeout_s, topic))
+            waited_s = time.monotonic() - begin
+            gone = [rank for rank in self._came
+                    if records[rank] is None and self._live_record(rank) is None and read(rank) is None]
+            if gone:
+                raise PeerFailure(self._who_came(records, gone, waited_s, topic))
+            if waited_s >= timeout_s:
+                raise CollectiveTimeout(self._who_came(records, [], waited_s, topic))
             time.sleep(next(pauses))
 
-    def _who_came(self, records: list[Record | None], timeout_s: float, topic: str) -> str:
-        came = [str(rank) for rank, record in enumerate(records) if record is not None]
-        absent = [rank for rank, record in enumerate(records) if record is None]
-        text = (f"{topic}: rank {self.context.rank} waited {timeout_s:g} s in {self.context.rendezvous}; "
-                f"came: {', '.join(came) or 'none'}; did not come: {', '.join(map(str, absent))}.")
-        return " ".join([text, *filter(None, map(self._why_absent, absent))])
+    def _who_came(self, records: list[Record | None], gone: list[int], waited_s: float, topic: str) -> str:
+        came = [rank for rank, record in enumerate(records) if record is not None]
+        absent = [rank for rank in range(len(records)) if rank not in [*came, *gone]]
+        lists = {"came": came, "came and left or died": gone, "did not come": absent}
+        text = "; ".join(f"{what}: {', '.join(map(str, ranks))}" for what, ranks in lists.items() if ranks)
+        where = f"{topic}: rank {self.context.rank} waited {waited_s:.1f} s in {self.context.rendezvous}"
+        return " ".join([f"{where}; {text}.", *filter(None, map(self._why_absent, absent))])
 
     def _why_absent(self, rank: int) -> str:
         slot = self._slot(rank)

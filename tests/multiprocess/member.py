@@ -34,10 +34,12 @@ class Member:
         return self.call(Operation.ALL_REDUCE, lanes, [lane.shape for lane in lanes])
 
     def reduce_scatter(self, *lanes: np.ndarray) -> list[np.ndarray]:
-        return self.call(Operation.REDUCE_SCATTER, lanes, [(len(lane) // self.world, *lane.shape[1:]) for lane in lanes])
+        shapes = [(len(lane) // self.world, *lane.shape[1:]) for lane in lanes]
+        return self.call(Operation.REDUCE_SCATTER, lanes, shapes)
 
     def all_gather(self, *lanes: np.ndarray) -> list[np.ndarray]:
-        return self.call(Operation.ALL_GATHER, lanes, [(len(lane) * self.world, *lane.shape[1:]) for lane in lanes])
+        shapes = [(len(lane) * self.world, *lane.shape[1:]) for lane in lanes]
+        return self.call(Operation.ALL_GATHER, lanes, shapes)
 
     def barrier(self) -> None:
         self.call(Operation.BARRIER, (), [])

@@ -1,8 +1,8 @@
 """Forks ranks from one process that has imported everything, so that a rank starts in milliseconds.
 
-Speaks JSON lines: `{"function": "module:name", "arguments": {...}, "environments": [...], "logs": [...]}`
-on stdin forks one process an environment and answers `{"pids": [...]}`; `{"reap": seconds}` answers
-`{"codes": [...]}` once all have ended, those that were killed at the deadline with null.
+Speaks JSON lines. `{"function": "module:name", "arguments": {...}, "ranks": [{"environment": ..., "log": ...}]}`
+on stdin forks these ranks and is answered by `{"pids": [...]}`; `{"reap": seconds}` by `{"codes": [...]}`
+once all have ended, null for those that had to be killed at the deadline.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import jaxdp.collectives.ipc  # noqa: E402, F401  loaded here, once for all ranks
+import jaxdp.collectives.ipc  # noqa: F401  loaded here, once for all ranks
 
 
 def become_rank(function: str, arguments: Mapping[str, Any], environment: Mapping[str, str], log: str) -> None:
@@ -73,14 +73,16 @@ def serve() -> None:
     pids: list[int] = []
     for line in sys.stdin:
         request = json.loads(line)
+        importlib.import_module(request.get("function", "multiprocess").partition(":")[0])  # once for all forks
         if "reap" in request:
             answer: dict[str, Any] = {"codes": reap(pids, request["reap"])}
             pids = []
         else:
-            pids = [fork_rank(function=request["function"], arguments=request["arguments"], environment=environment,
-                              log=log) for environment, log in zip(request["environments"], request["logs"], strict=True)]
+            pids = [fork_rank(function=request["function"], arguments=request["arguments"], **how)
+                    for how in request["ranks"]]
             answer = {"pids": pids}
-        print(json.dumps(answer), flush=True)
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
     reap(pids, 0.0)
 
 

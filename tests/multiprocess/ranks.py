@@ -39,11 +39,11 @@ class Ranks:
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         numbers = list(range(world) if ranks is None else ranks)
         self._logs = [folder / f"{index}-rank-{rank}.log" for index, rank in enumerate(numbers)]
-        environments = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
-                         "JAXDP_RENDEZVOUS": str(rendezvous or folder / "rendezvous"), **(environment or {})}
-                        for rank in numbers]
-        return self._ask({"function": f"multiprocess.{function}", "arguments": arguments, "environments": environments,
-                          "logs": [str(log) for log in self._logs]})["pids"]
+        how = [{"log": str(log), "environment": {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
+            "JAXDP_RENDEZVOUS": str(rendezvous or folder / "rendezvous"), **(environment or {})}}
+            for rank, log in zip(numbers, self._logs, strict=True)]
+        return self._ask({"function": f"multiprocess.{function}", "arguments": arguments, "ranks": how})["pids"]
 
     def finish(self, timeout_s: float = 60.0, expect: Sequence[int] | int = 0) -> list[str]:
         """Waits for the ranks, kills what is left at the deadline, and returns their logs.
@@ -56,8 +56,8 @@ class Ranks:
         if codes != wanted:
             parts = [f"--- {log.name}, exit {code}\n{text[-4000:]}"
                      for log, code, text in zip(self._logs, codes, logs, strict=True)]
-            raise AssertionError("\n".join([f"exit codes {codes} (None: killed after {timeout_s:g} s), expected {wanted}",
-                                            *parts]))
+            summary = f"exit codes {codes} (None: killed after {timeout_s:g} s), expected {wanted}"
+            raise AssertionError("\n".join([summary, *parts]))
         return logs
 
     def run(self, function: str, world: int, *, timeout_s: float = 60.0, expect: Sequence[int] | int = 0,

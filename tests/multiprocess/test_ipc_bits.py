@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from helpers import DTYPES, assert_bits_equal, bits, cancelling, canary, canary_sum, numpy_dtype
-from multiprocess.member import ONE_SHOT, TWO_SHOT, Member
-from multiprocess.ranks import Ranks
+from helpers import DTYPES, assert_bits_equal, bits, canary, canary_sum, cancelling, numpy_dtype
 
 from jaxdp.tree import tree_sum
+from multiprocess.member import ONE_SHOT, TWO_SHOT, Member
+from multiprocess.ranks import Ranks
 
 ROUTES = {"one-shot": ONE_SHOT, "two-shot": TWO_SHOT}
 STAGING_BYTES = 4096  # so that a cut comes every 1024 float32 or 2048 16-bit elements of an all_reduce
@@ -112,8 +112,8 @@ def test_a_prefix_or_a_misaligned_part_sums_to_the_same_bits(ranks: Ranks) -> No
 def check_lanes() -> None:
     for limit in (ONE_SHOT, TWO_SHOT):
         member = Member(one_shot_bytes=limit)
-        lanes = [cancelling(member.world, member.world * count, dtype, seed=count)
-                 for count, dtype in ((3, "float32"), (0, "bfloat16"), (700, "float16"), (129, "bfloat16"), (1, "float16"))]
+        kinds = ((3, "float32"), (0, "bfloat16"), (700, "float16"), (129, "bfloat16"), (1, "float16"))
+        lanes = [cancelling(member.world, member.world * count, dtype, seed=count) for count, dtype in kinds]
         own = [lane[member.rank] for lane in lanes]
         for lane, many, single in zip(lanes, member.all_reduce(*own), map(member.all_reduce, own), strict=True):
             assert_bits_equal(many, tree_sum(lane))

@@ -8,6 +8,7 @@ import time
 
 import pytest
 from helpers import CANARY_BITS, bits, canary
+
 from multiprocess.member import ONE_SHOT, TWO_SHOT, Member
 from multiprocess.ranks import Ranks
 
@@ -32,7 +33,8 @@ def check_changing_shapes(calls: int, one_shot_bytes: int) -> None:
     member.close()
 
 
-@pytest.mark.parametrize(("world", "calls", "one_shot_bytes"), [(4, 2000, ONE_SHOT), (4, 1000, TWO_SHOT), (8, 300, 4096)])
+@pytest.mark.parametrize(("world", "calls", "one_shot_bytes"),
+                         [(4, 2000, ONE_SHOT), (4, 1000, TWO_SHOT), (8, 200, 4096)])
 def test_changing_shapes_with_random_delays_give_one_constant(ranks: Ranks, world: int, calls: int,
                                                               one_shot_bytes: int) -> None:
     ranks.run("test_ipc_stress:check_changing_shapes", world, calls=calls, one_shot_bytes=one_shot_bytes)
@@ -47,7 +49,8 @@ def check_mixed_calls(calls: int) -> None:
     for call in range(calls):
         if own.random() < 0.02:
             time.sleep(own.random() * 0.002)
-        operation, count = shared.choice(("all_reduce", "reduce_scatter", "all_gather", "barrier")), shared.randrange(600)
+        operation = shared.choice(("all_reduce", "reduce_scatter", "all_gather", "barrier"))
+        count = shared.randrange(600)
         if operation == "all_reduce":
             assert (bits(member.all_reduce(x[:count])[0]) == pattern).all(), call
         elif operation == "reduce_scatter":

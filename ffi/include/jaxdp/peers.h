@@ -37,8 +37,9 @@ class Peers {
   void publish(Word Control::*word, std::uint64_t generation);
   bool all_reach_within(std::uint64_t wait_ns, Word Control::*word, std::uint64_t generation) const;
 
-  // Ok once all ranks are there. Otherwise why not: a peer's own failure as that peer reported it, a
-  // peer that is dead (PeerFailure), closed (CommunicatorClosed) or late (CollectiveTimeout).
+  // Ok once all ranks are there and none has failed this generation or an earlier one. Otherwise why
+  // not: a peer's own failure as that peer reported it, a peer that is dead (PeerFailure), closed
+  // (CommunicatorClosed) or late (CollectiveTimeout).
   Status await_all(const Wait& wait);
 
   // Writes this rank's signature of a call; published with `ready`.
@@ -46,8 +47,8 @@ class Peers {
   // Compares all ranks' signatures, in the same way on each rank; call it when all are ready.
   Status compare_signatures(std::uint64_t generation) const;
 
-  // Publishes why this rank stops, so that no peer waits for it. The first cause stands.
-  void fail(const Status& status);
+  // Publishes why this rank cannot finish `generation`, so that no peer waits for it. The first stands.
+  void fail(std::uint64_t generation, const Status& status);
 
   // Ends every wait of this rank, now and later, with CommunicatorClosed.
   void stop() { stopped_.store(true); }
@@ -57,6 +58,7 @@ class Peers {
 
   Control& control(int rank) const { return segments_[rank]->control(); }
   Status interruption(const Wait& wait, bool look_for_dead);
+  Status reported_failure(std::uint64_t last_generation);
   Status lost_peer(const Wait& wait) const;
   Status timeout(const Wait& wait) const;
   std::vector<int> missing(const Wait& wait) const;

@@ -31,6 +31,7 @@ namespace jaxdp {
 inline constexpr std::uint64_t kSegmentMagic = 0x3130637069706478;  // "xdpipc01"
 inline constexpr std::size_t kCacheLine = 64;
 inline constexpr std::size_t kSignatureText = 1000;
+inline constexpr std::size_t kFailureText = 4000;  // two signatures and the sentence around them
 
 // A control word alone on its cache line. Only the segment's owner writes it.
 struct alignas(kCacheLine) Word {
@@ -47,7 +48,7 @@ struct Signature {
 // Why a rank failed; written once, before `failed` is published.
 struct FailureRecord {
   std::uint64_t kind, rank, bytes;  // `rank` saw the cause first
-  char text[kSignatureText];
+  char text[kFailureText];
 };
 
 // Memory that a new segment holds is zero, and zero is a valid control block before any generation.
@@ -56,13 +57,13 @@ struct Control {
   Word joined;    // 1: the owner has mapped every peer's segment
   Word ready;     // the newest generation whose payload is there
   Word reduced;   // the newest generation whose share of the sum is there
-  Word failed;    // 1: the owner has stopped; `failure` says why
+  Word failed;    // not 0: the generation that the owner could not finish; `failure` says why
   Word closed;    // 1: the owner reads no peer's segment any more
   alignas(kCacheLine) Signature signatures[2];
   alignas(kCacheLine) FailureRecord failure;
 };
 
-JAXDP_HOST_DEVICE inline int parity(std::uint64_t generation) {
+JAXDP_HOST_DEVICE int parity(std::uint64_t generation) {
 #if defined(JAXDP_BREAK_PARITY)  // test builds only: one buffer, written again while peers read it
   return static_cast<int>(generation & 0);
 #else
@@ -78,12 +79,12 @@ inline constexpr bool kSecondBarrier = true;
 #endif
 
 // Releases everything that the owner wrote before.
-JAXDP_HOST_DEVICE inline void publish(Word& word, std::uint64_t generation) {
+JAXDP_HOST_DEVICE void publish(Word& word, std::uint64_t generation) {
   store_release_system(&word.value, generation);
 }
 
 // When true, acquires everything that the owner wrote before it published `generation`.
-JAXDP_HOST_DEVICE inline bool reached(const Word& word, std::uint64_t generation) {
+JAXDP_HOST_DEVICE bool reached(const Word& word, std::uint64_t generation) {
   return load_acquire_system(&word.value) >= generation;
 }
 
@@ -91,7 +92,7 @@ JAXDP_HOST_DEVICE inline bool reached(const Word& word, std::uint64_t generation
 // holds the deadline. The last look comes after the last turn, so that a peer which published and
 // then failed or died counts as arrived.
 template <class Turn>
-JAXDP_HOST_DEVICE inline bool await(const Word& word, std::uint64_t generation, Turn&& turn) {
+JAXDP_HOST_DEVICE bool await(const Word& word, std::uint64_t generation, Turn&& turn) {
   while (!reached(word, generation)) {
     if (!turn()) return reached(word, generation);
   }
