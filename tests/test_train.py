@@ -15,9 +15,12 @@ import pytest
 from helpers import ROOT, clean_environment, run_jaxdp
 
 from jaxdp.cli import main
+from jaxdp.errors import CheckpointError
 from jaxdp.runs import strict_json
-from jaxdp.runs.checkpoint import load
+from jaxdp.runs.checkpoint import State, load, save
+from jaxdp.runs.keeper import Peer
 from jaxdp.runs.layout import step_folder
+from jaxdp.runs.stop import AnnouncedStop, FollowedStop
 
 Capture = pytest.CaptureFixture[str]
 
@@ -313,3 +316,47 @@ def test_a_killed_run_goes_on_in_the_same_bits(capfd: Capture) -> None:
     assert [record["step"] for record in metrics("run")] == list(range(1, last + 3))
     assert train("whole", "--steps", last + 2, "--shards", 2) == 0
     assert state_bytes("run", last + 2) == state_bytes("whole", last + 2)
+
+
+# One rank of several
+
+
+def test_all_ranks_end_with_the_same_step_however_their_signals_came(tmp_path: Path) -> None:
+    first, peer = AnnouncedStop(tmp_path), FollowedStop(tmp_path)
+    with first, peer:  # entered last, the peer's handler is the one that a signal to this process reaches
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not peer.is_due(1)  # rank 0 has said nothing yet
+        first.signal_number = signal.SIGTERM
+        assert [first.is_due(step) for step in (1, 2)] == [False, True]
+        assert [peer.is_due(step) for step in (1, 2)] == [False, True]
+    assert (first.exit_code, peer.exit_code) == (143, 143)
+    AnnouncedStop(tmp_path)  # a new start: the old announcement does not count
+    assert not FollowedStop(tmp_path).is_due(5)
+
+
+def test_a_peer_leaves_a_checkpoint_step_only_once_the_marker_is_down(tmp_path: Path) -> None:
+    peer = Peer(tmp_path, rank=3, timeout_s=0.1)
+    state = State(7, {"parameters/w": np.ones(2, np.float32)}, {"samples": 7}, {})
+    step_folder(tmp_path, 7).mkdir()
+    (step_folder(tmp_path, 7) / "state.safetensors").write_bytes(b"half")
+    with pytest.raises(CheckpointError, match=r"rank 3 waited 0\.1 s for rank 0 to save .*step-00000007"):
+        peer.save(7, lambda: state)
+    save(tmp_path, state)
+    peer.save(7, lambda: state)
+
+
+@pytest.mark.parametrize(("ranks", "arguments", "words"), [
+    ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}, (), ["RANK", "'2'"]),
+    ({"RANK": "1"}, (), ["WORLD_SIZE"]),
+    ({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}, ("--devices", "2"), ["--devices", "got 2"]),
+    ({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}, (), ["--output"]),
+])
+def test_a_process_that_is_one_of_several_never_trains_alone(ranks: dict[str, str], arguments: tuple[str, ...],
+                                                             words: list[str], capfd: Capture,
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ranks.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "--model", "tiny", "--platform", "cpu", *arguments]) == 2
+    err = capfd.readouterr().err
+    assert [word for word in words if word not in err] == []
+    assert not Path("runs").exists()

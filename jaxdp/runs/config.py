@@ -95,6 +95,8 @@ class TrainConfig:
         "save every N steps; the last step, and the one at which SIGTERM or Ctrl-C stops the run, is saved always",
         _RUN)] = 0
     keep_checkpoints: Annotated[int, Flag("keep only the newest N checkpoints; 0 keeps all", _RUN)] = 0
+    checkpoint_timeout: Annotated[float, Flag(
+        "how long the other ranks of a ranked run wait for rank 0 to save", _RUN, metavar="SECONDS")] = 600.0
     eval_every: Annotated[int, Flag("validation loss every N steps and at the last; 0 never", _RUN)] = 0
     eval_sequences: Annotated[int, Flag("how many held-out sequences to evaluate; 0 means all", _RUN)] = 0
     sample: Annotated[bool, Flag("print text from the model at the end (byte-level models)", _RUN)] = False
@@ -110,6 +112,7 @@ class TrainConfig:
         self.data_parallel()
         if self.context is not None:
             check_integer("context", self.context, minimum=1)
+        check_number("checkpoint_timeout", self.checkpoint_timeout, above=0)
         check_number("validation_fraction", self.validation_fraction, minimum=0, below=1)
         check_bool("sample", self.sample)
         check_bool("json", self.json)

@@ -1,4 +1,4 @@
-"""The training loop: step, evaluate, record, save, until the last step or a request to stop."""
+"""The training loop: step, evaluate, record, save, until the last step or an agreed stop."""
 
 from __future__ import annotations
 
@@ -6,17 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from jaxdp.data import mean_loss
 from jaxdp.errors import StepFailure
-from jaxdp.runs import checkpoint, strict_json
 from jaxdp.runs.checkpoint import State
 from jaxdp.runs.config import TrainConfig
 from jaxdp.runs.job import Job
-from jaxdp.runs.package import RunPackage
-from jaxdp.runs.progress import Display
-from jaxdp.runs.stop import StopRequest
-from jaxdp.runs.trace import step_records
+from jaxdp.runs.keeper import Keeper
+from jaxdp.runs.stop import Stop
 
 if TYPE_CHECKING:
-    from jaxdp.training.metrics import StepMetrics
     from jaxdp.training.trainer import DataParallelTrainer
 
 _EVALUATION_CHUNK = 8  # batches at a time, at every world size: the sums are grouped alike
@@ -25,54 +21,51 @@ _EVALUATION_CHUNK = 8  # batches at a time, at every world size: the sums are gr
 class Loop:
     """Trains from the step after `start` (a state, or None for the beginning) on.
 
-    After each step its record is in the package; a checkpoint is saved every `checkpoint_every`
-    steps, at the last step, and at the step at which the run is asked to stop.
+    Each step goes to `keeper`, which is asked to save every `checkpoint_every` steps, at the last
+    step, and at the step at which the run stops. `rank` is this process's, 0 unless it is one of
+    several: every process makes the batches of its own ranks alone.
     """
 
-    def __init__(self, config: TrainConfig, job: Job, trainer: DataParallelTrainer, package: RunPackage,
-                 display: Display, start: State | None) -> None:
+    def __init__(self, config: TrainConfig, job: Job, trainer: DataParallelTrainer, keeper: Keeper, start: State | None,
+                 rank: int = 0) -> None:
         self._config = config
         self._job = job
         self._trainer = trainer
-        self._package = package
-        self._display = display
+        self._keeper = keeper
         self._samples = 0
+        self._first_part = rank * trainer.local_parts
         self.first_step = 1
         if start is not None:
             trainer.load_state_tensors(start.tensors, start.step)
             self._samples = int(start.cursor["samples"])
             self.first_step = start.step + 1
 
-    def run(self, stop: StopRequest) -> int:
-        """Returns the last step that was done; less than `steps` only if `stop` was asked for."""
-        step = self.first_step
+    def run(self, stop: Stop) -> int:
+        """Returns the last step that was done; less than `steps` only if `stop` was due."""
+        step, every = self.first_step, self._config.checkpoint_every
         while True:
             self._do_step(step)
-            last = step == self._config.steps or bool(stop)
-            every = self._config.checkpoint_every
+            last = step == self._config.steps or stop.is_due(step)
             if last or (every and step % every == 0):
-                self._save(step)
+                self._keeper.save(step, lambda step=step: self._state(step))
             if last:
                 return step
             step += 1
 
     def _do_step(self, step: int) -> None:
-        parts, source = self._trainer.parts, self._job.train
         try:
-            metrics = self._trainer.step(source.batches(self._samples, parts), step)
+            metrics = self._trainer.step(self._batches(), step)
         except StepFailure as failure:
             if failure.metrics is not None:
-                self._record(failure.metrics, None)
+                self._keeper.record(failure.metrics, None)
             raise
-        self._samples = source.cursor_after(self._samples, parts)
-        self._record(metrics, self._validation_loss(step))
+        self._samples = self._job.train.cursor_after(self._samples, self._trainer.parts)
+        self._keeper.record(metrics, self._validation_loss(step))
 
-    def _record(self, metrics: StepMetrics, validation_loss: float | None) -> None:
-        record = strict_json.to_plain(metrics) | {"validation_loss": strict_json.to_plain(validation_loss)}
-        trace = step_records(metrics, run_id=self._package.run_id, phase="train",
-                             devices=[str(device) for device in self._trainer.devices])
-        self._package.record(record, trace)
-        self._display.step(record)
+    def _batches(self) -> list[Any]:
+        source = self._job.train
+        return [source.batch(self._samples + (self._first_part + part) * source.sequences)
+                for part in range(self._trainer.local_parts)]
 
     def _validation_loss(self, step: int) -> float | None:
         batches, every = self._job.validation, self._config.eval_every
@@ -83,19 +76,6 @@ class Loop:
                 for first in range(0, len(batches), _EVALUATION_CHUNK)]
         return mean_loss((loss for loss, _ in sums), (tokens for _, tokens in sums))
 
-    def _save(self, step: int) -> None:
-        state = State(step=step, tensors=self._trainer.state_tensors(), cursor={"samples": self._samples},
-                      identity=self._job.identity)
-        self._package.sync()
-        checkpoint.save(self._package.checkpoints, state)
-        if self._config.keep_checkpoints:
-            checkpoint.retain(self._package.checkpoints, self._config.keep_checkpoints)
-
-
-def describe_collective(trainer: DataParallelTrainer) -> dict[str, Any] | None:
-    """What reduces the gradients and why, for the manifest; None for the psum reducer."""
-    known = trainer.capabilities
-    if known is None:
-        return None
-    return {"backend": known.backend, "transport": known.transport, "transport_reason": known.transport_reason,
-            "device_names": known.device_names, "reduction_order": known.reduction_order}
+    def _state(self, step: int) -> State:
+        return State(step=step, tensors=self._trainer.state_tensors(), cursor={"samples": self._samples},
+                     identity=self._job.identity)
