@@ -7,8 +7,9 @@ from typing import Literal
 
 import jax
 
-from jaxdp.collectives import ipc, native, routing
+from jaxdp.collectives import gpu, ipc, native, routing
 from jaxdp.collectives.communicator import CallChain, Capabilities, DeterministicCollective
+from jaxdp.collectives.native import NativeGroup
 from jaxdp.config import WORLD_SIZES, check_choice, check_integer, check_number
 from jaxdp.errors import ConfigError
 from jaxdp.ranked.context import RankContext, from_environment
@@ -47,19 +48,28 @@ def create_deterministic_collective(devices: Sequence[jax.Device] | None = None,
     chosen, reason = _choose(transport, context)
     members = _members(devices, chosen, context)
     routes = routing.table_for(_table_name(chosen, members[0]))
-    group = None
-    if chosen == "local":
-        group = native.load().create_local_group([device.local_hardware_id for device in members], timeout_s,
-                                                 first_sequence)
-    elif chosen == "ipc" and context is not None:
-        group = ipc.create_group(context, members[0].local_hardware_id, timeout_s=timeout_s,
-                                 one_shot_bytes=_one_shot_bytes(routes, capacity_bytes), first_sequence=first_sequence)
+    group = _create_group(chosen, members, context, capacity_bytes, timeout_s, first_sequence, routes)
     capabilities = Capabilities(
         backend=members[0].platform, transport=chosen, transport_reason=reason,
         world_size=context.world_size if chosen == "ipc" and context else len(members),
         device_names=tuple(f"{device.device_kind}:{device.id}" for device in members), capacity_bytes=capacity_bytes,
         timeout_s=timeout_s, routes=routes)
     return DeterministicCollective(capabilities, group)
+
+
+def _create_group(chosen: str, members: list[jax.Device], context: RankContext | None, capacity_bytes: int,
+                  timeout_s: float, first_sequence: int, routes: routing.RouteTable) -> NativeGroup | None:
+    if members[0].platform != "cpu":
+        return gpu.create_group(chosen, members, context, timeout_s)
+    library = native.load()
+    if chosen == "local":
+        ordinals = [device.local_hardware_id for device in members]
+        return NativeGroup(library, library.create_local_group(ordinals, timeout_s, first_sequence))
+    if chosen == "ipc" and context is not None:
+        handle = ipc.create_group(context, members[0].local_hardware_id, timeout_s=timeout_s,
+                                  one_shot_bytes=_one_shot_bytes(routes, capacity_bytes), first_sequence=first_sequence)
+        return NativeGroup(library, handle)
+    return None
 
 
 def _choose(transport: Transport, context: RankContext | None) -> tuple[str, str]:
@@ -95,10 +105,7 @@ def _rank_device(devices: Sequence[jax.Device] | None, context: RankContext) -> 
         raise ConfigError("devices", [str(device) for device in seen], "one device in a ranked process, or None")
     if len(seen) > 1 and context.local_rank >= len(seen):
         raise ConfigError("LOCAL_RANK", context.local_rank, f"below {len(seen)}, the number of devices it picks from")
-    device = seen[context.local_rank] if len(seen) > 1 else seen[0]
-    if device.platform != "cpu":
-        raise ConfigError("transport", "ipc", f"another for {device.platform} devices: ipc joins CPU ranks")
-    return device
+    return seen[context.local_rank] if len(seen) > 1 else seen[0]
 
 
 def _table_name(chosen: str, device: jax.Device) -> str:

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.collectives import native, rank_major, routing
+from jaxdp.collectives import rank_major, routing
 from jaxdp.collectives.failures import named_failure
+from jaxdp.collectives.native import NativeGroup
 from jaxdp.collectives.operations import Operation, bind, bind_chained, first_order, forget_order
 from jaxdp.errors import CommunicatorClosed
 
@@ -47,7 +48,7 @@ class DeterministicCollective:
     (`RankMismatch`, `CollectiveTimeout`, `PeerFailure`, `CommunicatorClosed`) is raised by its name.
     """
 
-    def __init__(self, capabilities: Capabilities, group: int | None) -> None:
+    def __init__(self, capabilities: Capabilities, group: NativeGroup | None) -> None:
         self.capabilities = capabilities
         self._group = group
         self._closed = False
@@ -97,13 +98,13 @@ class DeterministicCollective:
 
     def calls(self, rank: int) -> int:
         """How many calls `rank` has issued so far (0 for the xla transport, which does not count)."""
-        return 0 if self._group is None else native.load().group_calls(self._group, rank)
+        return 0 if self._group is None else self._group.calls(rank)
 
     def raise_if_failed(self) -> None:
         """Raises the failure that poisoned the communicator, or `CommunicatorClosed`."""
         if self._closed:
             raise CommunicatorClosed("the communicator was closed; create a new one.")
-        text = "" if self._group is None else native.load().group_failure(self._group)
+        text = "" if self._group is None else self._group.failure()
         named = named_failure(text)
         if named is not None:
             raise named
@@ -114,8 +115,8 @@ class DeterministicCollective:
             return
         self._closed = True
         if self._group is not None:
-            text = native.load().close_group(self._group)
-            forget_order(self._group)
+            text = self._group.close()
+            forget_order(self._group.handle)
             named = named_failure(text)
             if named is not None:
                 raise named
@@ -163,7 +164,7 @@ class DeterministicCollective:
         self.raise_if_failed()
         if self._group is None:
             return rank_major.run(operation, self.world_size, lanes)
-        return bind(self._group, operation, self.world_size, lanes)
+        return bind(self._group.handle, operation, self.world_size, lanes)
 
 
 class CallChain:
@@ -196,7 +197,7 @@ class CallChain:
         if collective._group is None:
             return collective._run(operation, lanes)
         collective.raise_if_failed()
-        results, self._order = bind_chained(collective._group, operation, collective.world_size, lanes, self._order)
+        results, self._order = bind_chained(collective._group.handle, operation, collective.world_size, lanes, self._order)
         return results
 
 

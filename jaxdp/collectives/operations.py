@@ -86,6 +86,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: ir.Value, group: int, opera
                "lanes": (32, len(operands))}
     attributes = {name: ir.IntegerAttr.get(ir.IntegerType.get_signless(bits), value)
                   for name, (bits, value) in integer.items()}
+    attributes["divided"] = ir.BoolAttr.get(False)
     attributes["signature"] = ir.StringAttr.get(signature(operation, ctx.avals_in))
     call = mlir.custom_call(
         "jaxdp_collective", api_version=4, has_side_effect=True, backend_config=attributes,
@@ -101,7 +102,8 @@ def _row_major(aval: Any) -> tuple[int, ...]:
     return tuple(reversed(range(len(aval.shape))))
 
 
-mlir.register_lowering(collective_p, _lower, platform="cpu")
+for _platform in ("cpu", "cuda", "rocm"):
+    mlir.register_lowering(collective_p, _lower, platform=_platform)
 
 
 def _batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
@@ -125,17 +127,20 @@ def first_order() -> jax.Array:
 
 
 def bind_chained(group: int, operation: Operation, world: int, lanes: Sequence[jax.Array],
-                 order: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
+                 order: jax.Array, divisor: jax.Array | None = None) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """As `bind`, ordered by data instead of by an effect: takes the `order` that the call before returned.
 
     A program whose calls are all chained is dispatched asynchronously and by JAX's fast path; an
     ordered effect makes the host wait for the program before. The price is that the caller must
-    chain every call itself, at the top level of one traced function.
+    chain every call itself, at the top level of one traced function. `divisor`, a float32 scalar, is
+    what the root of an all_reduce is divided by; GPUs only.
     """
     results = [jax.ShapeDtypeStruct(result_shape(operation, lane.shape, world), lane.dtype) for lane in lanes]
     call = jax.ffi.ffi_call("jaxdp_collective", [jax.ShapeDtypeStruct(order.shape, order.dtype), *results])
-    order, *values = call(order, *lanes, group=np.int64(group), operation=np.int32(operation), world=np.int32(world),
-                          lanes=np.int32(len(lanes)), signature=signature(operation, lanes))
+    before = [order] if divisor is None else [order, divisor]
+    order, *values = call(*before, *lanes, group=np.int64(group), operation=np.int32(operation), world=np.int32(world),
+                          lanes=np.int32(len(lanes)), signature=signature(operation, lanes),
+                          divided=np.bool_(divisor is not None))
     return tuple(values), order
 
 

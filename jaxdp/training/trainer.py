@@ -178,7 +178,8 @@ class DataParallelTrainer:
         return StagedStep(self._rules, reducer, self.devices, rows, parts_per_rank=self.parts_per_rank)
 
     def _host_rows(self) -> TrainState:
-        return jax.tree.map(lambda leaf: np.asarray(leaf)[0], self._step.rows[0])
+        # Copies: on CPU an array may view device memory, which the next step takes as its own.
+        return jax.tree.map(lambda leaf: np.array(leaf[0]), jax.device_get(self._step.rows[0]))
 
     def _metrics(self, step: int, outcome: StepOutcome, *, checked: bool, mismatch: Mismatch | None, digest: str,
                  verification_ms: float) -> StepMetrics:

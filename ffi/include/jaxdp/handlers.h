@@ -11,5 +11,6 @@ struct HandlerEntry {
 };
 
 const std::vector<HandlerEntry>& cpu_handlers();
+const std::vector<HandlerEntry>& gpu_handlers();
 
 }  // namespace jaxdp

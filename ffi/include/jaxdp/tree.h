@@ -22,18 +22,18 @@ struct BFloat16 {
 };
 
 template <class To, class From>
-JAXDP_HOST_DEVICE inline To bit_cast(const From& from) {
+JAXDP_HOST_DEVICE To bit_cast(const From& from) {
   static_assert(sizeof(To) == sizeof(From));
   To to;
   std::memcpy(&to, &from, sizeof(To));
   return to;
 }
 
-JAXDP_HOST_DEVICE inline float widen(BFloat16 x) {
+JAXDP_HOST_DEVICE float widen(BFloat16 x) {
   return bit_cast<float>(static_cast<std::uint32_t>(x.bits) << 16);
 }
 
-JAXDP_HOST_DEVICE inline float widen(Float16 x) {
+JAXDP_HOST_DEVICE float widen(Float16 x) {
   const std::uint32_t sign = static_cast<std::uint32_t>(x.bits & 0x8000u) << 16;
   const std::uint32_t magnitude = x.bits & 0x7FFFu;
   // Moving the fields leaves the exponent 112 too small; the multiply is exact, subnormals included.
@@ -72,22 +72,22 @@ struct Narrow<Float16> {
   }
 };
 
-JAXDP_HOST_DEVICE inline float add(float a, float b) { return a + b; }
-JAXDP_HOST_DEVICE inline BFloat16 add(BFloat16 a, BFloat16 b) {
+JAXDP_HOST_DEVICE float add(float a, float b) { return a + b; }
+JAXDP_HOST_DEVICE BFloat16 add(BFloat16 a, BFloat16 b) {
   return Narrow<BFloat16>::round(widen(a) + widen(b));
 }
-JAXDP_HOST_DEVICE inline Float16 add(Float16 a, Float16 b) {
+JAXDP_HOST_DEVICE Float16 add(Float16 a, Float16 b) {
   return Narrow<Float16>::round(widen(a) + widen(b));
 }
 
 // The 16-bit adds are canonical already. A float32 NaN stays a NaN up to the root, so that one
 // selection there is enough.
-JAXDP_HOST_DEVICE inline float canonical(float x) { return x == x ? x : bit_cast<float>(0x7FC00000u); }
-JAXDP_HOST_DEVICE inline BFloat16 canonical(BFloat16 x) { return x; }
-JAXDP_HOST_DEVICE inline Float16 canonical(Float16 x) { return x; }
+JAXDP_HOST_DEVICE float canonical(float x) { return x == x ? x : bit_cast<float>(0x7FC00000u); }
+JAXDP_HOST_DEVICE BFloat16 canonical(BFloat16 x) { return x; }
+JAXDP_HOST_DEVICE Float16 canonical(Float16 x) { return x; }
 
 template <int W, class T>
-JAXDP_HOST_DEVICE inline T subtree(const T* x) {
+JAXDP_HOST_DEVICE T subtree(const T* x) {
   if constexpr (W == 1) {
     return x[0];
   } else {
@@ -97,7 +97,7 @@ JAXDP_HOST_DEVICE inline T subtree(const T* x) {
 
 // T over W values, in rank order. W = 1 copies bits.
 template <int W, class T>
-JAXDP_HOST_DEVICE inline T tree_sum(const T* x) {
+JAXDP_HOST_DEVICE T tree_sum(const T* x) {
   if constexpr (W == 1) {
     return x[0];
   } else {
