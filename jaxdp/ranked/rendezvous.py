@@ -157,17 +157,12 @@ class Rendezvous:
         return f"{slot} is of a dead process." if record is None else f"{slot} is of live {_process_of(record)}."
 
     def _live_record(self, rank: int) -> Record | None:
-        record = read_record(self._slot(rank))
-        try:
-            return record if record is not None and _process_of(record).alive() else None
-        except KeyError:  # of another version, or no record of ours
-            return None
+        return _of_live_process(read_record(self._slot(rank)))
 
     def _sweep(self) -> None:
-        """Removes what dead processes left; called with the folder held, by rank 0 or the last rank."""
+        """Removes all but live processes' places; called with the folder held, by rank 0 or the last rank."""
         for path in self.context.rendezvous.glob(f"*{SUFFIX}"):
-            slots = {self._slot(rank): rank for rank in range(self.context.world_size)}
-            if path not in slots or self._live_record(slots[path]) is None:
+            if _of_live_process(read_record(path)) is None:
                 path.unlink(missing_ok=True)
 
     def _slot(self, rank: int) -> Path:
@@ -192,6 +187,13 @@ def join(context: RankContext, timeout_s: float) -> Rendezvous:
 
 def _process_of(record: Record) -> Process:
     return Process(record["pid"], record["start_ticks"])
+
+
+def _of_live_process(record: Record | None) -> Record | None:
+    try:
+        return record if record is not None and _process_of(record).alive() else None
+    except KeyError:  # a payload, or of another version
+        return None
 
 
 def _pauses() -> Iterator[float]:
