@@ -10,28 +10,28 @@ rank's input. Bus bandwidth is counted as in nccl-tests: 2(W-1)/W of the bytes f
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import common
-import tyro
 
 
-@dataclasses.dataclass
-class Options:
+def parse_options() -> argparse.Namespace:
     """Sizes in bytes, one world size a run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world", type=int, default=4, choices=(1, 2, 4, 8))
+    parser.add_argument("--platform", default="cpu", choices=("cpu", "cuda", "rocm"))
+    parser.add_argument("--dtype", default="float32", choices=("float32", "float16", "bfloat16"))
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1 << exponent for exponent in range(12, 27, 2)])
+    parser.add_argument("--operations", nargs="+", default=["all_reduce", "all_gather", "reduce_scatter"],
+                        choices=("all_reduce", "all_gather", "reduce_scatter"))
+    parser.add_argument("--samples", type=int, default=15)
+    parser.add_argument("--output", type=Path, help="write the rows, with machine and command, to this JSON file")
+    return parser.parse_args()
 
-    world: int = 4
-    platform: Literal["cpu", "cuda", "rocm"] = "cpu"
-    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    sizes: tuple[int, ...] = tuple(1 << exponent for exponent in range(12, 27, 2))
-    operations: tuple[str, ...] = ("all_reduce", "all_gather", "reduce_scatter")
-    samples: int = 15
-    output: Path | None = None
 
-
-def main(options: Options) -> None:
+def main(options: argparse.Namespace) -> None:
     """Runs the bench and prints one line a size."""
     common.use_platform(options.platform, options.world)
     rows = []
@@ -46,7 +46,7 @@ def main(options: Options) -> None:
     common.write_results(options.output, "collectives", rows, world=options.world, dtype=options.dtype)
 
 
-def measure(options: Options, operation: str, size: int) -> dict[str, Any]:
+def measure(options: argparse.Namespace, operation: str, size: int) -> dict[str, Any]:
     """One row: both sides of one operation at one size."""
     import jax
     import numpy as np
@@ -123,4 +123,4 @@ def equals_oracle(collective: Any, operation: str, devices: Any, x: Any) -> bool
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    main(parse_options())

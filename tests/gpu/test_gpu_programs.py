@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from test_loopback import MODULE
+from gpu_support import MODULE, NO_GPU
 
 PROGRAM = r'''
 import sys
@@ -52,7 +52,7 @@ print("world", world, devices[0].device_kind, "equal")
 '''
 
 
-@pytest.mark.skipif(MODULE is None, reason="no GPU with a module of jaxdp built for it")
+@pytest.mark.skipif(MODULE is None, reason=NO_GPU)
 def test_programs_on_gpus_have_the_bits_of_tree_sum() -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ("JAX_PLATFORMS", "XLA_FLAGS")}
     environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"

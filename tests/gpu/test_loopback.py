@@ -5,11 +5,9 @@ Needs a GPU and the module built for it; skipped with that reason elsewhere.
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 import numpy as np
 import pytest
+from gpu_support import MODULE, NO_GPU
 from helpers import (
     CANARY_BITS,
     DTYPES,
@@ -29,19 +27,7 @@ SIZES = (0, 1, 3, 7, 8, 9, 31, 33, 4097, 65537, 1 << 20)
 DTYPE_CODE = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 
-def _module() -> Any:
-    for name in ("_cuda", "_rocm"):
-        try:
-            module = importlib.import_module(f"jaxdp.{name}")
-        except ImportError:
-            continue
-        if module.device_count():
-            return module
-    return None
-
-
-MODULE = _module()
-pytestmark = pytest.mark.skipif(MODULE is None, reason="no GPU with a module of jaxdp built for it")
+pytestmark = pytest.mark.skipif(MODULE is None, reason=NO_GPU)
 
 
 class Loopback:
