@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from helpers import assert_bits_equal
 
 import jaxdp
 
@@ -47,7 +48,8 @@ def linear_model(gradients: Mapping[str, Sequence[float]], *, initial: float = 1
                  dtypes: Mapping[str, Any] | None = None) -> jaxdp.Model:
     """Scalars, each `initial`: a counted position with input t adds `gradients[name][t] * params[name]`.
 
-    So a batch's gradient for `name` is the sum of `gradients[name][t]` over its counted positions.
+    So a batch's gradient for `name` is the sum of `gradients[name][t]` over its counted positions. A
+    scalar with no other gradient than 0 takes no part in the loss.
     """
     tables = {name: np.asarray(values, np.float32) for name, values in gradients.items()}
 
@@ -59,7 +61,7 @@ def linear_model(gradients: Mapping[str, Sequence[float]], *, initial: float = 1
         del key
         counted = batch["targets"] != -1
         total = jnp.float32(0)
-        for name, table in tables.items():
+        for name, table in ((name, table) for name, table in tables.items() if table.any()):
             coefficient = jnp.sum(jnp.where(counted, jnp.asarray(table)[batch["inputs"]], 0))
             total += coefficient * params[name].astype(jnp.float32)
         return total, jnp.sum(counted).astype(jnp.float32)
@@ -91,6 +93,19 @@ def perceptron(dropout: float = 0.0) -> jaxdp.Model:
 def rank_parameters(trainer: jaxdp.DataParallelTrainer) -> list[Any]:
     """Each rank's parameters as host arrays."""
     return [jax.tree.map(lambda leaf: np.asarray(leaf)[0], row.parameters) for row in trainer._step.rows]
+
+
+def saved_state(trainer: jaxdp.DataParallelTrainer) -> dict[str, np.ndarray]:
+    """A copy of the state that no later step can reach."""
+    return {name: x.copy() for name, x in trainer.state_tensors().items()}
+
+
+def assert_state(trainer: jaxdp.DataParallelTrainer, expected: Mapping[str, np.ndarray]) -> None:
+    """Fails unless the trainer's state has these names and bits."""
+    actual = trainer.state_tensors()
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert_bits_equal(actual[name], tensor, name)
 
 
 def collective_calls(trainer: jaxdp.DataParallelTrainer) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from jaxdp.models.losses import IGNORED_TARGET
 from jaxdp.models.model import Batch
 
 
-def check_batches(batches: Sequence[Batch], *, parts: int, parts_per_rank: int, vocab_size: int | None,
+def check_batches(batches: Sequence[Batch], step: int, *, parts: int, parts_per_rank: int, vocab_size: int | None,
                   accumulation_steps: int, even: bool) -> list[Batch]:
     """The batches as int32 arrays of one shape, padded with ignored targets where they are shorter.
 
@@ -20,11 +20,13 @@ def check_batches(batches: Sequence[Batch], *, parts: int, parts_per_rank: int, 
     `UnevenInputs` naming each rank's count.
     """
     if len(batches) != parts:
-        raise DataError(f"step needs {parts} batches, one for each {'shard' if parts_per_rank > 1 else 'rank'}; "
-                        f"got {len(batches)}.")
-    arrays = [_as_arrays(batch, part, parts_per_rank) for part, batch in enumerate(batches)]
+        absent = f", none for rank {len(batches) // parts_per_rank}" if len(batches) < parts else ""
+        raise DataError(f"step {step} needs {parts} batches, one for each {'shard' if parts_per_rank > 1 else 'rank'}; "
+                        f"got {len(batches)}{absent}.")
+    arrays = [_as_arrays(batch, step, part // parts_per_rank) for part, batch in enumerate(batches)]
     if vocab_size is not None:
-        check_token_ids(arrays, vocab_size)
+        for part, batch in enumerate(arrays):
+            check_token_ids([batch], vocab_size, first_rank=part // parts_per_rank)
     _check_counts([target_count(batch) for batch in arrays], parts_per_rank, even)
     padded = _pad(arrays)
     rows = padded[0]["inputs"].shape[0]
@@ -38,16 +40,19 @@ def target_count(batch: Batch) -> int:
     return int(np.count_nonzero(np.asarray(batch["targets"]) != IGNORED_TARGET))
 
 
-def _as_arrays(batch: Batch, part: int, parts_per_rank: int) -> dict[str, np.ndarray]:
+def _as_arrays(batch: Batch | None, step: int, rank: int) -> dict[str, np.ndarray]:
+    if not isinstance(batch, Mapping):
+        raise DataError(f"step {step}: rank {rank} has no batch; it needs a mapping of 'inputs' and 'targets', "
+                        f"int32[B, T], and got {type(batch).__name__}.")
     missing = {"inputs", "targets"} - set(batch)
     if missing:
-        raise DataError(f"the batch of rank {part // parts_per_rank} lacks {sorted(missing)}; "
+        raise DataError(f"the batch of rank {rank} lacks {sorted(missing)}; "
                         "it needs 'inputs' and 'targets', int32[B, T].")
     arrays = {name: np.asarray(batch[name]) for name in ("inputs", "targets")}
     if arrays["inputs"].shape != arrays["targets"].shape or arrays["inputs"].ndim != 2 or any(
             x.dtype.kind not in "iu" for x in arrays.values()):
         described = ", ".join(f"{name} {x.dtype}{list(x.shape)}" for name, x in arrays.items())
-        raise DataError(f"the batch of rank {part // parts_per_rank} must hold two integer arrays of one shape "
+        raise DataError(f"the batch of rank {rank} must hold two integer arrays of one shape "
                         f"[B, T]; got {described}.")
     return arrays
 

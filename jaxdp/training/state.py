@@ -47,11 +47,15 @@ def forward_parameters(parameters: Any, dtypes: Any) -> Any:
 
 def state_tensors(state: TrainState) -> dict[str, np.ndarray]:
     """Host copies by name: `parameters/...`, `optimizer/...`, `updates`."""
-    tensors = dict(zip(map("parameters/{}".format, leaf_names(state.parameters)),
-                       jax.tree.leaves(state.parameters), strict=True))
-    tensors |= zip(map("optimizer/{}".format, leaf_names(state.optimizer)),
-                   jax.tree.leaves(state.optimizer), strict=True)
-    return {name: np.asarray(leaf) for name, leaf in (tensors | {"updates": state.updates}).items()}
+    return {name: np.asarray(leaf) for name, leaf in _named_leaves(state).items()}
+
+
+def _named_leaves(state: TrainState) -> dict[str, Any]:
+    leaves = dict(zip(map("parameters/{}".format, leaf_names(state.parameters)),
+                      jax.tree.leaves(state.parameters), strict=True))
+    leaves |= zip(map("optimizer/{}".format, leaf_names(state.optimizer)),
+                  jax.tree.leaves(state.optimizer), strict=True)
+    return leaves | {"updates": state.updates}
 
 
 def state_from_tensors(tensors: Mapping[str, np.ndarray], like: TrainState) -> TrainState:
@@ -60,7 +64,7 @@ def state_from_tensors(tensors: Mapping[str, np.ndarray], like: TrainState) -> T
     Raises `CheckpointError` naming the first tensor that is missing, unknown, or of another shape
     or dtype than `like` has.
     """
-    expected = state_tensors(like)
+    expected = _named_leaves(like)
     for name in sorted(expected.keys() ^ tensors.keys()):
         fault = "lacks" if name in expected else "has the unknown"
         raise CheckpointError(f"the checkpoint {fault} tensor {name!r}; it was written by another model or optimizer.")

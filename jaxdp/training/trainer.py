@@ -98,7 +98,7 @@ class DataParallelTrainer:
             The errors of the last three kinds that follow a finished step carry it as `.metrics`.
         """
         config = self.config
-        batches = check_batches(batches, parts=self.local_parts, parts_per_rank=self.parts_per_rank,
+        batches = check_batches(batches, step, parts=self.local_parts, parts_per_rank=self.parts_per_rank,
                                 vocab_size=self.model.vocab_size, accumulation_steps=config.accumulation_steps,
                                 even=config.uneven_inputs == "reject")
         with named_failures():
