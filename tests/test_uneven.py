@@ -99,6 +99,16 @@ def test_a_rank_that_has_run_out_of_batches_is_named_with_the_step(untouched: ja
         untouched.step(missing, 5)
 
 
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_uneven_shards_are_refused_alike_at_every_world_size(world: int) -> None:
+    """Ranks of two shards hold 4 tokens each here; a run may not fail when it goes on at another world size."""
+    batches = [batch_of([[0, 0, 0]]), batch_of([[0, -1, -1]]), batch_of([[0, -1, -1]]), batch_of([[0, 0, 0]])]
+    with make_trainer(world, shards=4) as trainer:
+        with pytest.raises(UnevenInputs, match=r"3, 1, 1, 3\b"):
+            trainer.step(batches, 1)
+        assert collective_calls(trainer) == [0] * world
+
+
 def test_three_tokens_and_one_weigh_three_to_one(weighted: jaxdp.DataParallelTrainer) -> None:
     assert mean_gradient(weighted, THREE_AND_ONE) == 2.0  # the mean of the ranks' means is 3
 

@@ -17,7 +17,7 @@ def check_batches(batches: Sequence[Batch], step: int, *, parts: int, parts_per_
     """The batches as int32 arrays of one shape, padded with ignored targets where they are shorter.
 
     Raises `DataError` (number of batches, shapes, token ids, no target at all) or, with `even`,
-    `UnevenInputs` naming each rank's count.
+    `UnevenInputs` naming the count of each rank, or of each shard.
     """
     if len(batches) != parts:
         absent = f", none for rank {len(batches) // parts_per_rank}" if len(batches) < parts else ""
@@ -58,12 +58,13 @@ def _as_arrays(batch: Batch | None, step: int, rank: int) -> dict[str, np.ndarra
 
 
 def _check_counts(counts: list[int], parts_per_rank: int, even: bool) -> None:
-    by_rank = [sum(counts[start:start + parts_per_rank]) for start in range(0, len(counts), parts_per_rank)]
-    if not sum(by_rank):
+    if not sum(counts):
         raise DataError("no rank has a target to learn from: every target is -1.")
-    if even and len(set(by_rank)) > 1:
-        raise UnevenInputs(f"ranks hold {', '.join(map(str, by_rank))} target tokens and uneven_inputs is 'reject'. "
-                           "Give every rank as many, or set uneven_inputs='token-weighted'.")
+    # With shards it is shards that are compared, so that what one world size takes no other refuses.
+    if even and len(set(counts)) > 1:
+        raise UnevenInputs(f"{'shards' if parts_per_rank > 1 else 'ranks'} hold {', '.join(map(str, counts))} target "
+                           "tokens and uneven_inputs is 'reject'. Give each as many, or set "
+                           "uneven_inputs='token-weighted'.")
 
 
 def _pad(arrays: list[dict[str, np.ndarray]]) -> list[Batch]:
