@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -172,8 +173,10 @@ def test_failures_inside_programs_are_raised_by_name(ranks: Ranks) -> None:
 
 
 def check_refused_transports() -> None:
-    for transport, text in (("local", "'auto' or 'ipc', as this process is rank"),
-                            ("xla", "'auto' or 'ipc' unless jax.distributed is initialized")):
+    refused: dict[Literal["local", "xla"], str] = {
+        "local": "'auto' or 'ipc', as this process is rank",
+        "xla": "'auto' or 'ipc' unless jax.distributed is initialized"}
+    for transport, text in refused.items():
         with pytest.raises(ConfigError, match=text):
             create_deterministic_collective(transport=transport)
     with pytest.raises(ConfigError, match="one device in a ranked process, or None"):
