@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 import optax
 import pytest
-from training_helpers import assert_state, batch_of, collective_calls, config, linear_model, rank_parameters, saved_state
+from training_helpers import (
+    assert_state,
+    batch_of,
+    collective_calls,
+    config,
+    linear_model,
+    rank_parameters,
+    saved_state,
+)
 
 import jaxdp
 from jaxdp.errors import DataError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,7 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers import assert_trees_bits_equal
-from training_helpers import assert_state, batch_of, collective_calls, config, linear_model, rank_parameters, saved_state
+from training_helpers import (
+    assert_state,
+    batch_of,
+    collective_calls,
+    config,
+    linear_model,
+    rank_parameters,
+    saved_state,
+)
 
 import jaxdp
 from jaxdp.errors import NonFiniteGradient
@@ -128,7 +137,7 @@ def test_the_decision_costs_no_collective_of_its_own(skipping: Any) -> None:
     for step, inputs in ((1, CLEAN), (2, batches(NAN, GOOD, GOOD, GOOD))):
         trainer.step(inputs, step)
         counts.append(collective_calls(trainer))
-    per_step = [np.subtract(after, before).tolist() for before, after in zip(counts, counts[1:], strict=False)]
+    per_step = [np.subtract(after, before).tolist() for before, after in itertools.pairwise(counts)]
     assert per_step[0] == per_step[1] == [len(trainer.plan.buckets) + 1] * WORLD
 
 

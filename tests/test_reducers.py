@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from typing import Any
 
@@ -90,7 +91,7 @@ def reduced(tree: Any, world: int, reducer: Any, **fields: Any) -> list[Any]:
 
     mapped = jax.pmap(body, axis_name="ranks", devices=jax.devices()[:world])
     result = jax.device_get(mapped(tree, np.asarray(fields.get("weight", np.ones(world)), np.float32)))
-    return [jax.tree.map(lambda leaf: leaf[rank], result) for rank in range(world)]
+    return [jax.tree.map(operator.itemgetter(rank), result) for rank in range(world)]
 
 
 def on_every_rank(tree: Any, world: int) -> Any:

@@ -29,9 +29,9 @@ STEPS = (1, 2, 3)
 
 
 def hard_trainer(world: int) -> jaxdp.DataParallelTrainer:
-    """`tiny` with all that could tell world sizes apart: dropout, accumulation, clipping, uneven tokens, small buckets."""
-    settings = config(world, shards=SHARDS, accumulation_steps=2, maximum_gradient_norm=0.2, maximum_bucket_bytes=1 << 10,
-                      uneven_inputs="token-weighted",
+    """`tiny` with what could tell world sizes apart: dropout, microbatches, clipping, uneven tokens, small buckets."""
+    settings = config(world, shards=SHARDS, accumulation_steps=2, maximum_gradient_norm=0.2,
+                      uneven_inputs="token-weighted", maximum_bucket_bytes=1 << 10,
                       optimizer=jaxdp.AdamWConfig(learning_rate=5e-3, weight_decay=0.1, warmup_steps=2))
     return jaxdp.DataParallelTrainer(jaxdp.models.get("tiny", dropout=0.25), seed=3, config=settings)
 
@@ -49,7 +49,8 @@ def initial(trainers: dict[int, jaxdp.DataParallelTrainer]) -> Mapping[str, np.n
 
 
 @pytest.fixture(scope="module")
-def at_one(trainers: dict[int, jaxdp.DataParallelTrainer], initial: Mapping[str, np.ndarray]) -> list[jaxdp.StepMetrics]:
+def at_one(trainers: dict[int, jaxdp.DataParallelTrainer],
+           initial: Mapping[str, np.ndarray]) -> list[jaxdp.StepMetrics]:
     return run(trainers[1], initial, STEPS)
 
 
@@ -105,7 +106,8 @@ def test_a_run_goes_on_at_another_world_size(trainers: dict[int, jaxdp.DataParal
 
 
 def test_nothing_in_the_state_names_the_world(trainers: dict[int, jaxdp.DataParallelTrainer]) -> None:
-    shapes = [{name: (x.shape, x.dtype) for name, x in trainer.state_tensors().items()} for trainer in trainers.values()]
+    shapes = [{name: (x.shape, x.dtype) for name, x in trainer.state_tensors().items()}
+              for trainer in trainers.values()]
     assert all(shape == shapes[0] for shape in shapes)
 
 

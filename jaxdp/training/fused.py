@@ -12,15 +12,16 @@ import numpy as np
 from jaxdp.models.model import Batch
 from jaxdp.training.reduce import SEPARATE_BUCKETS, PsumReducer, Reducer, sum_gradients
 from jaxdp.training.spmd import SpmdProgram, stack, unstack
+from jaxdp.training.stages import StepOutcome, Stopwatch, batch_shapes
 from jaxdp.training.state import TrainState
 from jaxdp.training.step import StepRules, accumulated_gradients, update
-from jaxdp.training.stages import StepOutcome, Stopwatch, batch_shapes
 
 
 class FusedStep:
     """Runs steps over stacked state; one batch a rank."""
 
-    def __init__(self, rules: StepRules, reducer: Reducer, devices: Sequence[jax.Device], rows: list[TrainState]) -> None:
+    def __init__(self, rules: StepRules, reducer: Reducer, devices: Sequence[jax.Device],
+                 rows: list[TrainState]) -> None:
         self._devices = devices
         self._state = stack(rows, devices)
         options = SEPARATE_BUCKETS.get(devices[0].platform) if isinstance(reducer, PsumReducer) else None

@@ -23,10 +23,8 @@ def check_batches(batches: Sequence[Batch], step: int, *, parts: int, parts_per_
         absent = f", none for rank {len(batches) // parts_per_rank}" if len(batches) < parts else ""
         raise DataError(f"step {step} needs {parts} batches, one for each {'shard' if parts_per_rank > 1 else 'rank'}; "
                         f"got {len(batches)}{absent}.")
-    arrays = [_as_arrays(batch, step, part // parts_per_rank) for part, batch in enumerate(batches)]
-    if vocab_size is not None:
-        for part, batch in enumerate(arrays):
-            check_token_ids([batch], vocab_size, first_rank=part // parts_per_rank)
+    arrays = [token_arrays(batch, part // parts_per_rank, vocab_size, when=f"step {step}")
+              for part, batch in enumerate(batches)]
     _check_counts([target_count(batch) for batch in arrays], parts_per_rank, even)
     padded = _pad(arrays)
     rows = padded[0]["inputs"].shape[0]
@@ -40,9 +38,23 @@ def target_count(batch: Batch) -> int:
     return int(np.count_nonzero(np.asarray(batch["targets"]) != IGNORED_TARGET))
 
 
-def _as_arrays(batch: Batch | None, step: int, rank: int) -> dict[str, np.ndarray]:
+def token_arrays(batch: Batch | None, rank: int, vocab_size: int | None, *, when: str) -> dict[str, np.ndarray]:
+    """`inputs` and `targets` of a batch: integers of one shape, with ids that the vocabulary and int32 hold.
+
+    Raises `DataError` naming the rank and what is wrong.
+    """
+    arrays = _as_arrays(batch, rank, when)
+    if vocab_size is not None:
+        check_token_ids([arrays], vocab_size, first_rank=rank)
+    limits = np.iinfo(np.int32)
+    if any(x.size and (x.min() < limits.min or x.max() > limits.max) for x in arrays.values()):
+        raise DataError(f"the batch of rank {rank} has an id that int32 cannot hold.")
+    return arrays
+
+
+def _as_arrays(batch: Batch | None, rank: int, when: str) -> dict[str, np.ndarray]:
     if not isinstance(batch, Mapping):
-        raise DataError(f"step {step}: rank {rank} has no batch; it needs a mapping of 'inputs' and 'targets', "
+        raise DataError(f"{when}: rank {rank} has no batch; it needs a mapping of 'inputs' and 'targets', "
                         f"int32[B, T], and got {type(batch).__name__}.")
     missing = {"inputs", "targets"} - set(batch)
     if missing:

@@ -106,8 +106,14 @@ def unstack(stacked: Any, devices: Sequence[jax.Device]) -> list[Any]:
 
 
 def replicate(tree: Any, devices: Sequence[jax.Device]) -> list[Any]:
-    """Host arrays copied to every device, as rows."""
-    return [jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf)[None], device), tree) for device in devices]
+    """Host arrays copied to every device, as rows.
+
+    The copy is explicit: on CPU `device_put` may go on reading the caller's memory.
+    """
+    def on(device: jax.Device) -> Any:
+        return jax.tree.map(lambda leaf: jax.device_put(np.array(leaf)[None], device), tree)
+
+    return [on(device) for device in devices]
 
 
 def first_row(tree: Any) -> Any:

@@ -73,7 +73,8 @@ def accumulated_gradients(rules: StepRules, parameters: Any, batch: Batch, step:
     return jax.lax.scan(add, zeros, (jnp.arange(count), split_microbatches(batch, count)))[0]
 
 
-def update(rules: StepRules, state: TrainState, sums: Any, weight: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+def update(rules: StepRules, state: TrainState, sums: Any,
+           weight: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
     """Divides the summed gradients once by the summed weight and applies the optimizer.
 
     If a mean gradient is not finite the state comes back unchanged, bit by bit. The report holds

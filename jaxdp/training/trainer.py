@@ -14,7 +14,7 @@ from jaxdp.buckets import BucketPlan, plan_buckets
 from jaxdp.collectives import Capabilities, DeterministicCollective, create_deterministic_collective
 from jaxdp.collectives.failures import named_failures
 from jaxdp.config import DataParallelConfig
-from jaxdp.errors import ConfigError, NonFiniteGradient, ParameterMismatch
+from jaxdp.errors import CommunicatorClosed, ConfigError, NonFiniteGradient, ParameterMismatch
 from jaxdp.models.model import Batch, Model
 from jaxdp.training.audit import Auditor, Mismatch
 from jaxdp.training.diagnose import nonfinite_origin
@@ -46,6 +46,7 @@ class DataParallelTrainer:
 
     def __init__(self, model: Model, seed: int, config: DataParallelConfig) -> None:
         self.config = config
+        self._closed = False
         self.model = _with_compute_dtype(model, config.compute_dtype)
         self.devices = _devices(config.device_indices)
         optimizer = make_optimizer(config.optimizer)
@@ -94,10 +95,11 @@ class DataParallelTrainer:
             DataError, UnevenInputs: the batches cannot be used; nothing has changed.
             NonFiniteGradient: with `on_nonfinite="raise"`; parameters, moments and count are unchanged.
             ParameterMismatch: the audit found ranks that differ.
-            CollectiveError: a peer did not come, failed, or made another call.
+            CollectiveError: a peer did not come, failed, or made another call, or the trainer is closed.
             The errors of the last three kinds that follow a finished step carry it as `.metrics`.
         """
         config = self.config
+        self._raise_if_closed()
         batches = check_batches(batches, step, parts=self.local_parts, parts_per_rank=self.parts_per_rank,
                                 vocab_size=self.model.vocab_size, accumulation_steps=config.accumulation_steps,
                                 even=config.uneven_inputs == "reject")
@@ -147,7 +149,8 @@ class DataParallelTrainer:
         return self._step.program.compiled_text()
 
     def close(self) -> None:
-        """Closes the communicator; idempotent."""
+        """Closes the communicator; idempotent. The state can still be read, evaluated and saved."""
+        self._closed = True
         if self._collective is not None:
             self._collective.close()
 
@@ -163,6 +166,13 @@ class DataParallelTrainer:
             if error is None:
                 raise
 
+    def _raise_if_closed(self) -> None:
+        """Before a step's program takes the state: a call that fails would lose it."""
+        if self._closed:
+            raise CommunicatorClosed("the trainer was closed; create a new one.")
+        if self._collective is not None:
+            self._collective.raise_if_failed()
+
     def _make_collective(self, state: TrainState) -> DeterministicCollective | None:
         if self.config.reducer == "psum":
             return None
@@ -170,7 +180,9 @@ class DataParallelTrainer:
         return create_deterministic_collective(self.devices, capacity_bytes=largest, timeout_s=self.config.timeout_s)
 
     def _make_reducer(self) -> Reducer:
-        return PsumReducer(AXIS, self.world_size) if self._collective is None else TreeReducer(self._collective, self._collective)
+        if self._collective is None:
+            return PsumReducer(AXIS, self.world_size)
+        return TreeReducer(self._collective, self._collective)
 
     def _make_step(self, reducer: Reducer, rows: list[TrainState]) -> FusedStep | StagedStep:
         if self.config.resolved_step_mode == "fused":
