@@ -99,6 +99,9 @@ void GpuGroup::add_rank(int rank, int device) {
   {
     const OnDevice on(device);
     check(load_kernels(), "cannot load the kernels on GPU " + std::to_string(device));
+    int multiprocessors = 0;
+    check(gpu::count_multiprocessors(&multiprocessors, device), "GPU " + std::to_string(device) + " cannot be asked");
+    maximum_blocks_ = std::min(maximum_blocks_, multiprocessors * resident_blocks_per_multiprocessor(world_));
   }
   GpuRank own{rank, device,
               DeviceMemory::allocate(DeviceMemory::Kind::kPlain, device, ring_bytes(world_)),
@@ -184,7 +187,7 @@ Status GpuGroup::enqueue_lanes(const GpuRank& own, const Call& call, std::size_t
   LaneTable table{};
   table.count = static_cast<int>(count);
   table.divisor = divisor;
-  table.signature = hash_of(call.signature + (divisor ? " divided" : ""));
+  table.signature = hash_of(call.signature + (divisor ? " divided, " : ", ") + std::to_string(maximum_blocks_) + " blocks");
   remember_signature(table.signature, &call.signature);
   const bool gather = call.operation == Operation::kAllGather;
   for (std::size_t i = 0; i < count; ++i) {

@@ -292,7 +292,7 @@ class Block {
 };
 
 template <Operation operation, int W, class T>
-__global__ void __launch_bounds__(kThreads) collective_kernel(const __grid_constant__ Peers peers,
+__global__ void __launch_bounds__(kThreads, resident_blocks_per_multiprocessor(W)) collective_kernel(const __grid_constant__ Peers peers,
                                                               const __grid_constant__ LaneTable table) {
   // Written by an earlier launch, or by a failing block of this one, which then exits as well.
   if (load_acquire_system(&peers.state->failed) != 0) return;
@@ -375,9 +375,13 @@ void load_world(gpu::Error* error) {
 
 gpu::Error load_kernels() {
   gpu::Error error = gpu::kSuccess;
+#if defined(JAXDP_TUNING)  // bench/gpu_tune.sh: one kernel, quickly compiled
+  load(collective_kernel<Operation::kAllReduce, 2, float>, &error);
+#else
   load_world<2>(&error);
   load_world<4>(&error);
   load_world<8>(&error);
+#endif
   return error;
 }
 
@@ -386,6 +390,10 @@ gpu::Error launch_collective(Operation operation, int world, DType dtype, const 
   const std::uint64_t chunks = (table.first_vector[table.count] + kChunkVectors - 1) / kChunkVectors;
   const int limit = maximum_blocks < kMaximumBlocks ? maximum_blocks : kMaximumBlocks;
   const int blocks = chunks < 1 ? 1 : chunks < static_cast<std::uint64_t>(limit) ? static_cast<int>(chunks) : limit;
+#if defined(JAXDP_TUNING)
+  (void)operation, (void)world, (void)dtype;
+  return launch<Operation::kAllReduce, 2, float>(peers, table, blocks, stream);
+#endif
   switch (operation) {
     case Operation::kAllReduce:
       return launch_reduction<Operation::kAllReduce>(dtype, world, peers, table, blocks, stream);

@@ -12,9 +12,9 @@ from jaxdp.errors import PeerFailure
 from jaxdp.ranked import rendezvous
 from jaxdp.ranked.context import RankContext
 
-# Blocks of 512 threads that one call may use. They wait for their peers and so must all be resident;
-# 132 multiprocessors hold two each (H200).
-MAXIMUM_BLOCKS = 128
+# Blocks of 512 threads that one call may use; native code lowers it to what is resident together.
+# H200 x 2, 2026-11-30, bench/gpu_tune.sh.
+MAXIMUM_BLOCKS = 256
 
 _numbers = itertools.count(1)  # communicators of this process: the same number on all ranks
 

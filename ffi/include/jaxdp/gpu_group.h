@@ -79,7 +79,7 @@ class GpuGroup {
 
   const int world_;
   const double timeout_s_;
-  const int maximum_blocks_;
+  int maximum_blocks_;  // all of a rank's blocks are resident together
   std::vector<GpuRank> ranks_;
   std::vector<std::pair<int, DeviceMemory>> imported_;
   char* rings_[kMaximumRanks] = {};

@@ -94,6 +94,14 @@ inline Error load_kernel(const void* kernel) {
   return JAXDP_GPU_NAME(FuncGetAttributes)(&attributes, kernel);
 }
 
+inline Error count_multiprocessors(int* count, int device) {
+#if defined(JAXDP_CUDA)
+  return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
+#else
+  return hipDeviceGetAttribute(count, hipDeviceAttributeMultiprocessorCount, device);
+#endif
+}
+
 inline Error count_devices(int* count) { return JAXDP_GPU_NAME(GetDeviceCount)(count); }
 
 }  // namespace jaxdp::gpu
