@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,8 @@ import numpy as np
 from jaxdp.digest import digest_hex, first_difference, leaf_fingerprints
 from jaxdp.leaves import LeafSpec, leaf_specs
 from jaxdp.training.spmd import RowProgram, first_row
+
+Gather = Callable[[np.ndarray], np.ndarray]  # this process's rows to all ranks' rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,25 +43,29 @@ class Auditor:
         return digest_hex([spec.name for spec in self.specs], [spec.shape for spec in self.specs],
                           [spec.dtype for spec in self.specs], fingerprints)
 
-    def mismatch(self, rows: Sequence[Any], fingerprints: np.ndarray) -> Mismatch | None:
-        """The first difference between rows, or None if all bits agree."""
+    def mismatch(self, rows: Sequence[Any], fingerprints: np.ndarray,
+                 gather: Gather = lambda local: local) -> Mismatch | None:
+        """The first difference between ranks, or None if all bits agree.
+
+        `fingerprints` are all ranks'; `rows` this process's, which `gather` takes to all ranks only to
+        say how far they are apart.
+        """
         found = first_difference(fingerprints)
         if found is None:
             return None
         leaf, rank = found
-        return Mismatch(self.specs[leaf].name, rank, _maximum_difference(rows))
+        return Mismatch(self.specs[leaf].name, rank, _maximum_difference(rows, gather))
 
 
 def _row_fingerprints(row: Any) -> jax.Array:
     return leaf_fingerprints(first_row(row))
 
 
-def _maximum_difference(rows: Sequence[Any]) -> float:
+def _maximum_difference(rows: Sequence[Any], gather: Gather) -> float:
     """The largest |rank r - rank 0| over all elements, in float64; NaN where only bits of NaNs differ."""
     largest = 0.0
-    host = [[np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(row)] for row in rows]
-    for row in host[1:]:
-        for leaf, reference in zip(row, host[0], strict=True):
-            if leaf.size:
-                largest = np.maximum(largest, np.max(np.abs(leaf - reference)))
+    for leaves in zip(*(jax.tree.leaves(row) for row in rows), strict=True):
+        ranks = gather(np.concatenate([np.asarray(leaf) for leaf in leaves])).astype(np.float64)
+        if ranks.size:
+            largest = np.maximum(largest, np.max(np.abs(ranks - ranks[:1])))
     return float(largest)

@@ -20,9 +20,10 @@ from jaxdp.training.step import StepRules, accumulated_gradients, update
 class FusedStep:
     """Runs steps over stacked state; one batch a rank."""
 
-    def __init__(self, rules: StepRules, reducer: Reducer, devices: Sequence[jax.Device],
-                 rows: list[TrainState]) -> None:
+    def __init__(self, rules: StepRules, reducer: Reducer, devices: Sequence[jax.Device], rows: list[TrainState], *,
+                 first_rank: int = 0) -> None:
         self._devices = devices
+        self._ranks = np.arange(first_rank, first_rank + len(devices), dtype=np.int32)
         self._state = stack(rows, devices)
         options = SEPARATE_BUCKETS.get(devices[0].platform) if isinstance(reducer, PsumReducer) else None
         self.program = SpmdProgram(_make_step(rules, reducer), devices, donate=(0,), compiler_options=options)
@@ -37,10 +38,9 @@ class FusedStep:
         self._state = stack(rows, self._devices)
 
     def run(self, batches: Sequence[Batch], step: int) -> StepOutcome:
-        """One step; `batches[r]` is rank r's."""
+        """One step; one batch for each rank of this process, in rank order."""
         batch = {name: np.stack([np.asarray(part[name]) for part in batches]) for name in batches[0]}
-        world = len(self._devices)
-        arguments = (self._state, batch, np.full(world, step, np.int32), np.arange(world, dtype=np.int32))
+        arguments = (self._state, batch, np.full(len(self._devices), step, np.int32), self._ranks)
         shapes = batch_shapes(batch)
         compile_ms = self.program.prepare(shapes, *arguments)
         watch = Stopwatch()

@@ -12,20 +12,18 @@ from jaxdp.models.losses import IGNORED_TARGET
 from jaxdp.models.model import Batch
 
 
-def check_batches(batches: Sequence[Batch], step: int, *, parts: int, parts_per_rank: int, vocab_size: int | None,
-                  accumulation_steps: int, even: bool) -> list[Batch]:
-    """The batches as int32 arrays of one shape, padded with ignored targets where they are shorter.
+def prepare_batches(batches: Sequence[Batch], step: int, *, parts: int, parts_per_rank: int, first_rank: int,
+                    vocab_size: int | None, accumulation_steps: int) -> list[Batch]:
+    """This process's batches as int32 arrays of one shape, padded with ignored targets where shorter.
 
-    Raises `DataError` (number of batches, shapes, token ids, no target at all) or, with `even`,
-    `UnevenInputs` naming the count of each rank, or of each shard.
+    Raises `DataError` naming rank and step: number of batches, shapes, token ids.
     """
     if len(batches) != parts:
-        absent = f", none for rank {len(batches) // parts_per_rank}" if len(batches) < parts else ""
+        absent = f", none for rank {first_rank + len(batches) // parts_per_rank}" if len(batches) < parts else ""
         raise DataError(f"step {step} needs {parts} batches, one for each {'shard' if parts_per_rank > 1 else 'rank'}; "
                         f"got {len(batches)}{absent}.")
-    arrays = [token_arrays(batch, part // parts_per_rank, vocab_size, when=f"step {step}")
+    arrays = [token_arrays(batch, first_rank + part // parts_per_rank, vocab_size, when=f"step {step}")
               for part, batch in enumerate(batches)]
-    _check_counts([target_count(batch) for batch in arrays], parts_per_rank, even)
     padded = _pad(arrays)
     rows = padded[0]["inputs"].shape[0]
     if rows % accumulation_steps:
@@ -69,7 +67,7 @@ def _as_arrays(batch: Batch | None, rank: int, when: str) -> dict[str, np.ndarra
     return arrays
 
 
-def _check_counts(counts: list[int], parts_per_rank: int, even: bool) -> None:
+def check_counts(counts: list[int], parts_per_rank: int, even: bool) -> None:
     if not sum(counts):
         raise DataError("no rank has a target to learn from: every target is -1.")
     # With shards it is shards that are compared, so that what one world size takes no other refuses.

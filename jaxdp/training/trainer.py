@@ -14,13 +14,14 @@ from jaxdp.buckets import BucketPlan, plan_buckets
 from jaxdp.collectives import Capabilities, DeterministicCollective, create_deterministic_collective
 from jaxdp.collectives.failures import named_failures
 from jaxdp.config import DataParallelConfig
-from jaxdp.errors import CommunicatorClosed, ConfigError, NonFiniteGradient, ParameterMismatch
+from jaxdp.errors import BadUse, CommunicatorClosed, ConfigError, NonFiniteGradient, ParameterMismatch
 from jaxdp.models.model import Batch, Model
+from jaxdp.training.agreement import agree_on_inputs
 from jaxdp.training.audit import Auditor, Mismatch
 from jaxdp.training.diagnose import nonfinite_origin
 from jaxdp.training.evaluation import Evaluator
 from jaxdp.training.fused import FusedStep
-from jaxdp.training.inputs import check_batches
+from jaxdp.training.inputs import check_counts, prepare_batches, target_count
 from jaxdp.training.metrics import StepMetrics
 from jaxdp.training.optimizer import make_optimizer
 from jaxdp.training.reduce import PsumReducer, Reducer, TreeReducer
@@ -29,6 +30,7 @@ from jaxdp.training.staged import StagedStep
 from jaxdp.training.stages import StepOutcome, Stopwatch
 from jaxdp.training.state import TrainState, initial_state, state_from_tensors, state_tensors
 from jaxdp.training.step import StepRules
+from jaxdp.training.world import Exchange, make_world
 from jaxdp.tree import tree_sum
 
 
@@ -48,7 +50,8 @@ class DataParallelTrainer:
         self.config = config
         self._closed = False
         self.model = _with_compute_dtype(model, config.compute_dtype)
-        self.devices = _devices(config.device_indices)
+        self.world = make_world(config)
+        self.devices = self.world.devices
         optimizer = make_optimizer(config.optimizer)
         state, dtypes = initial_state(self.model, optimizer, seed, self.devices[0])
         limit = 1 if config.reducer == "per-parameter" else config.maximum_bucket_bytes
@@ -60,13 +63,14 @@ class DataParallelTrainer:
             accumulation_steps=config.accumulation_steps, maximum_gradient_norm=config.maximum_gradient_norm)
         self._auditor = Auditor(state.parameters, self.devices)
         self._evaluator = Evaluator(self._rules)
-        self._collective = self._make_collective(state)
+        self._collective = self._make_collective()
+        self._exchange = Exchange(self.world, self._collective)
         self._step = self._make_step(self._make_reducer(), replicate(state, self.devices))
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
-        return len(self.devices)
+        """The number of ranks, of all processes."""
+        return self.world.size
 
     @property
     def parts(self) -> int:
@@ -76,7 +80,7 @@ class DataParallelTrainer:
     @property
     def local_parts(self) -> int:
         """The number of batches that `step` takes in this process."""
-        return self.parts
+        return self.parts_per_rank * len(self.devices)
 
     @property
     def parts_per_rank(self) -> int:
@@ -100,17 +104,16 @@ class DataParallelTrainer:
         """
         config = self.config
         self._raise_if_closed()
-        batches = check_batches(batches, step, parts=self.local_parts, parts_per_rank=self.parts_per_rank,
-                                vocab_size=self.model.vocab_size, accumulation_steps=config.accumulation_steps,
-                                even=config.uneven_inputs == "reject")
+        batches = self._agreed_batches(batches, step)
         with named_failures():
             outcome = self._step.run(batches, step)
         watch = Stopwatch()
         checked = config.parameter_check_interval > 0 and step % config.parameter_check_interval == 0
         rows = [row.parameters for row in self._step.rows]
         fingerprints = self._auditor.fingerprints(rows if checked else rows[:1])
-        mismatch = self._auditor.mismatch(rows, fingerprints) if checked else None
         digest = self._auditor.digest(fingerprints[0])
+        gather = self._exchange.gather
+        mismatch = self._auditor.mismatch(rows, gather(fingerprints), gather) if checked else None
         metrics = self._metrics(step, outcome, checked=checked, mismatch=mismatch, digest=digest,
                                 verification_ms=watch.lap())
         self._raise_for(metrics, mismatch, batches)
@@ -173,7 +176,24 @@ class DataParallelTrainer:
         if self._collective is not None:
             self._collective.raise_if_failed()
 
-    def _make_collective(self, state: TrainState) -> DeterministicCollective | None:
+    def _agreed_batches(self, batches: Sequence[Batch], step: int) -> list[Batch]:
+        """The batches ready for the device, once no rank has refused its own."""
+        prepared: list[Batch] = []
+        refusal: BadUse | None = None
+        try:
+            prepared = prepare_batches(
+                batches, step, parts=self.local_parts, parts_per_rank=self.parts_per_rank,
+                first_rank=self.world.first_rank, vocab_size=self.model.vocab_size,
+                accumulation_steps=self.config.accumulation_steps)
+        except BadUse as error:
+            if not self.world.is_ranked:
+                raise
+            refusal = error
+        counts = agree_on_inputs(self._exchange, [target_count(batch) for batch in prepared], self.local_parts, refusal)
+        check_counts(counts, self.parts_per_rank, self.config.uneven_inputs == "reject")
+        return prepared
+
+    def _make_collective(self) -> DeterministicCollective | None:
         if self.config.reducer == "psum":
             return None
         largest = max([bucket.bytes for bucket in self.plan.buckets] + [64 << 20])
@@ -186,8 +206,9 @@ class DataParallelTrainer:
 
     def _make_step(self, reducer: Reducer, rows: list[TrainState]) -> FusedStep | StagedStep:
         if self.config.resolved_step_mode == "fused":
-            return FusedStep(self._rules, reducer, self.devices, rows)
-        return StagedStep(self._rules, reducer, self.devices, rows, parts_per_rank=self.parts_per_rank)
+            return FusedStep(self._rules, reducer, self.devices, rows, first_rank=self.world.first_rank)
+        return StagedStep(self._rules, reducer, self.devices, rows, parts_per_rank=self.parts_per_rank,
+                          first_part=self.world.first_rank * self.parts_per_rank)
 
     def _host_rows(self) -> TrainState:
         # Copies: on CPU an array may view device memory, which the next step takes as its own.
@@ -223,7 +244,8 @@ class DataParallelTrainer:
                                       f"other bits than rank 0's (largest difference {mismatch.maximum_difference}).")
         elif metrics.update == "skipped" and self.config.on_nonfinite == "raise":
             origin = nonfinite_origin(self._rules, self._auditor.specs, self._step.rows[0].parameters, self.devices[0],
-                                      batches, metrics.step, parts_per_rank=self.parts_per_rank)
+                                      batches, metrics.step, self.world.first_rank, self._exchange,
+                                      parts_per_rank=self.parts_per_rank)
             error = NonFiniteGradient(f"step {metrics.step}: the reduced gradient is not finite: {origin}. Parameters "
                                       "and optimizer state are unchanged.")
         if error is not None:
@@ -237,14 +259,6 @@ def _with_compute_dtype(model: Model, dtype: str) -> Model:
     if dtype != "float32":
         raise ConfigError("compute_dtype", dtype, f"'float32' for the model {model.name!r}, which offers no other")
     return model
-
-
-def _devices(indices: Sequence[int]) -> list[jax.Device]:
-    local = jax.local_devices()
-    if max(indices) >= len(local):
-        raise ConfigError("device_indices", tuple(indices), f"below {len(local)}, the number of local devices "
-                          f"({local[0].platform})")
-    return [local[index] for index in indices]
 
 
 def _difference(checked: bool, mismatch: Mismatch | None) -> float | None:
