@@ -122,7 +122,7 @@ class Block {
 
   __device__ void run() {
     const std::uint64_t vectors = table_.first_vector[table_.count];
-    const std::uint64_t chunks = (vectors + kChunkVectors - 1) / kChunkVectors;
+    const std::uint64_t chunks = (vectors + chunk_vectors() - 1) / chunk_vectors();
     const std::uint64_t mine = chunks > blockIdx.x ? (chunks - blockIdx.x - 1) / gridDim.x + 1 : 0;
     // A call without elements is still a meeting: its one chunk is empty.
     const std::uint64_t turns = mine == 0 && blockIdx.x == 0 ? 1 : mine;
@@ -134,8 +134,11 @@ class Block {
   }
 
  private:
+  __device__ std::uint64_t chunk_vectors() const {
+    return static_cast<std::uint64_t>(kThreads) * table_.vectors_per_thread;
+  }
   __device__ std::uint64_t vector_of(std::uint64_t turn, int u) const {
-    return (blockIdx.x + turn * gridDim.x) * kChunkVectors + u * kThreads + threadIdx.x;
+    return (blockIdx.x + turn * gridDim.x) * chunk_vectors() + u * kThreads + threadIdx.x;
   }
 
   __device__ bool push(std::uint64_t turn) {
@@ -145,7 +148,7 @@ class Block {
 #pragma unroll
     for (int u = 0; u < kVectorsPerThread; ++u) {
       const std::uint64_t vector = vector_of(turn, u);
-      if (vector >= table_.first_vector[table_.count]) break;
+      if (u >= table_.vectors_per_thread || vector >= table_.first_vector[table_.count]) break;
       const int lane = find_lane(table_, vector);
       const std::uint64_t element = (vector - table_.first_vector[lane]) * Vector<T>::kElements;
       push_vector(lane, element, chunk, u);
@@ -183,7 +186,7 @@ class Block {
 #pragma unroll(W == 8 ? 1 : kVectorsPerThread)
     for (int u = 0; u < kVectorsPerThread; ++u) {
       const std::uint64_t vector = vector_of(turn, u);
-      if (vector >= table_.first_vector[table_.count]) break;
+      if (u >= table_.vectors_per_thread || vector >= table_.first_vector[table_.count]) break;
       const int lane = find_lane(table_, vector);
       const std::uint64_t element = (vector - table_.first_vector[lane]) * Vector<T>::kElements;
       consume_vector(lane, element, chunk, u);
@@ -385,10 +388,14 @@ gpu::Error load_kernels() {
   return error;
 }
 
-gpu::Error launch_collective(Operation operation, int world, DType dtype, const Peers& peers, const LaneTable& table,
+gpu::Error launch_collective(Operation operation, int world, DType dtype, const Peers& peers, LaneTable& table,
                              int maximum_blocks, gpu::Stream stream) {
-  const std::uint64_t chunks = (table.first_vector[table.count] + kChunkVectors - 1) / kChunkVectors;
+  const std::uint64_t vectors = table.first_vector[table.count];
   const int limit = maximum_blocks < kMaximumBlocks ? maximum_blocks : kMaximumBlocks;
+  const std::uint64_t threads = static_cast<std::uint64_t>(limit) * kThreads;
+  table.vectors_per_thread = vectors <= threads ? 1 : vectors <= 2 * threads ? 2 : kVectorsPerThread;
+  const std::uint64_t chunk = static_cast<std::uint64_t>(kThreads) * table.vectors_per_thread;
+  const std::uint64_t chunks = (vectors + chunk - 1) / chunk;
   const int blocks = chunks < 1 ? 1 : chunks < static_cast<std::uint64_t>(limit) ? static_cast<int>(chunks) : limit;
 #if defined(JAXDP_TUNING)
   (void)operation, (void)world, (void)dtype;

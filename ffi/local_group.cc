@@ -138,23 +138,28 @@ class LocalGroup final : public Group {
   }
 
   void execute(Pending complete, Executor& executor) {
-    auto done = std::make_shared<std::vector<Completion>>(std::move(complete.done));
-    auto work = std::make_shared<Work>(std::move(complete.calls), [this, done] { complete_all(*done); });
-    const std::size_t helpers = work->tasks() > 1 ? std::min<std::size_t>(work->tasks(), executor.threads()) - 1 : 0;
+    auto work = std::make_shared<Work>(std::move(complete.calls));
+    const std::size_t helpers = work->helpers(executor.threads());
     // A helper that comes late finds no task and touches no buffer.
     for (std::size_t i = 0; i < helpers; ++i) executor.schedule([work] { work->run(); });
     work->run();
-  }
-
-  void complete_all(std::vector<Completion>& done) {
+    work->wait();
     {
       std::lock_guard lock(mutex_);
       --running_;
       idle_.notify_all();
     }
-    // The group may be gone after the last completion: nothing of it is touched from here on.
-    std::vector<Completion> waiting = std::move(done);
-    for (auto& complete : waiting) complete(Status{});
+    // The group may be gone after the last completion: nothing of it is touched from here on. What a
+    // rank does next runs on the thread that completes it. After a long call all but one go to other
+    // threads; after a short one, waking them costs more than it gains.
+    for (std::size_t rank = 1; rank < complete.done.size(); ++rank) {
+      if (!work->is_long()) {
+        complete.done[rank](Status{});
+      } else {
+        executor.schedule([done = std::move(complete.done[rank])] { done(Status{}); });
+      }
+    }
+    complete.done[0](Status{});
   }
 
   void watch() {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <thread>
 
 namespace jaxdp {
 namespace {
@@ -14,8 +15,7 @@ char* at(void* base, std::size_t bytes) { return static_cast<char*>(base) + byte
 
 }  // namespace
 
-Work::Work(std::vector<Call> calls, std::function<void()> finished)
-    : calls_(std::move(calls)), finished_(std::move(finished)) {
+Work::Work(std::vector<Call> calls) : calls_(std::move(calls)) {
   for (std::size_t lane = 0; lane < calls_[0].lanes.size(); ++lane) plan(lane);
   left_.store(tasks_.size());
 }
@@ -61,12 +61,21 @@ void Work::execute(const Task& task) const {
 }
 
 void Work::run() {
-  if (tasks_.empty()) return finished_();
   for (std::size_t i = next_.fetch_add(1); i < tasks_.size(); i = next_.fetch_add(1)) {
     execute(tasks_[i]);
-    // acq_rel: the last one sees every task's stores and publishes them through `finished_`.
-    if (left_.fetch_sub(1, std::memory_order_acq_rel) == 1) finished_();
+    left_.fetch_sub(1, std::memory_order_release);
   }
+}
+
+void Work::wait() const {
+  while (left_.load(std::memory_order_acquire) != 0) std::this_thread::yield();
+}
+
+std::size_t Work::helpers(int threads) const {
+  // Waking a thread costs about what a few tasks do.
+  constexpr std::size_t kTasksToShare = 8;
+  if (tasks_.size() < kTasksToShare || threads < 2) return 0;
+  return std::min<std::size_t>(tasks_.size(), static_cast<std::size_t>(threads)) - 1;
 }
 
 }  // namespace jaxdp

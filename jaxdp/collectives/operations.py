@@ -136,7 +136,11 @@ def bind_chained(group: int, operation: Operation, world: int, lanes: Sequence[j
     what the root of an all_reduce is divided by; GPUs only.
     """
     results = [jax.ShapeDtypeStruct(result_shape(operation, lane.shape, world), lane.dtype) for lane in lanes]
-    call = jax.ffi.ffi_call("jaxdp_collective", [jax.ShapeDtypeStruct(order.shape, order.dtype), *results])
+    # A sum may be written over its input: gradients are not read again, and half the memory is touched.
+    first = 1 if divisor is None else 2
+    aliases = {first + i: 1 + i for i in range(len(lanes))} if operation == Operation.ALL_REDUCE else {}
+    call = jax.ffi.ffi_call("jaxdp_collective", [jax.ShapeDtypeStruct(order.shape, order.dtype), *results],
+                            input_output_aliases=aliases)
     before = [order] if divisor is None else [order, divisor]
     order, *values = call(*before, *lanes, group=np.int64(group), operation=np.int32(operation), world=np.int32(world),
                           lanes=np.int32(len(lanes)), signature=signature(operation, lanes),

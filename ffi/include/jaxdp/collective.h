@@ -32,7 +32,7 @@ struct Call {
 
 using Completion = std::function<void(const Status&)>;
 
-// Runs a task on another thread, or not at all: the caller never relies on it for progress.
+// Runs tasks on other threads, in time.
 class Executor {
  public:
   virtual ~Executor() = default;

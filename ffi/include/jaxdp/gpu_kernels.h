@@ -7,8 +7,9 @@
 
 namespace jaxdp {
 
-// Enqueues one collective of a rank. Lanes are in `table`; `dtype` is read by reductions alone.
-gpu::Error launch_collective(Operation operation, int world, DType dtype, const Peers& peers, const LaneTable& table,
+// Enqueues one collective of a rank. Lanes are in `table`, where the launcher sets how the call is cut;
+// `dtype` is read by reductions alone.
+gpu::Error launch_collective(Operation operation, int world, DType dtype, const Peers& peers, LaneTable& table,
                              int maximum_blocks, gpu::Stream stream);
 
 // Enqueues T over `siblings` arrays of `elements` each.

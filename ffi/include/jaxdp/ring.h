@@ -98,6 +98,7 @@ struct LaneTable {
   void* outputs[kMaximumLanes];
   std::uint64_t elements[kMaximumLanes];  // of one block of the operation (all_gather: of the input)
   std::uint64_t first_vector[kMaximumLanes + 1];
+  int vectors_per_thread;  // 1 to kVectorsPerThread: small messages spread over more blocks
   const float* divisor;  // all_reduce: the root is divided by it; null: not divided
   std::uint64_t signature;
 };

@@ -11,16 +11,25 @@ namespace jaxdp {
 
 class Work {
  public:
-  // calls[r] is rank r's part; all have one signature. `finished` is called once, by the thread
-  // that ends the last task (or at once by run() when there is none).
-  Work(std::vector<Call> calls, std::function<void()> finished);
+  // calls[r] is rank r's part; all have one signature.
+  explicit Work(std::vector<Call> calls);
 
   // Takes tasks until none is left.
   void run();
 
-  std::size_t tasks() const { return tasks_.size(); }
+  // Returns once every task has ended: at most the time of one task after run(). Acquires what all
+  // of them wrote.
+  void wait() const;
+
+  // Whether the call moves so many bytes that waking a thread does not count.
+  bool is_long() const { return tasks_.size() >= kLongTasks; }
+
+  // How many threads besides the caller's are worth waking, of a pool of `threads`.
+  std::size_t helpers(int threads) const;
 
  private:
+  static constexpr std::size_t kLongTasks = 32;  // 2 MiB; Xeon with 2 cores, bench/collectives.py
+
   // Elements [begin, begin + count) of one lane; `block` is the reduce_scatter block or the
   // all_gather source rank.
   struct Task {
@@ -32,7 +41,6 @@ class Work {
   void execute(const Task& task) const;
 
   std::vector<Call> calls_;
-  std::function<void()> finished_;
   std::vector<Task> tasks_;
   std::atomic<std::size_t> next_{0};
   std::atomic<std::size_t> left_{0};
