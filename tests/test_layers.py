@@ -24,13 +24,13 @@ PYTHON_FLOORS = (
 
 # From the top, by file name without suffixes.
 NATIVE_FLOORS = (
-    r"module",
-    r"handlers\w*",
+    r"module\w*",
+    r"handlers\w*|lanes",
     r"\w*group|registry|peers",
     r"staging|segment|work",
-    r"collective|kernels\w*",
-    r"status|tree|protocol",
-    r"vendor",
+    r"collective|\w*kernels\w*",
+    r"status|tree|protocol|ring",
+    r"vendor\w*",
 )
 
 Arrows = Mapping[str, set[str]]  # importer -> imported
@@ -172,6 +172,19 @@ def test_native_includes_go_down_only_and_in_no_circle() -> None:
     names = set(arrows).union(*arrows.values())
     assert upward_arrows(arrows, {name: native_floor(name) for name in names}) == []
     assert circle(arrows) == []
+
+
+def vendor_words(source: str) -> list[str]:
+    """Names of one vendor's compiler or runtime in C++ text, comments left out."""
+    code = re.sub(r"//[^\n]*|/\*.*?\*/", "", source, flags=re.DOTALL)
+    return re.findall(r"\b(?:__HIP\w*|__CUDA\w*|JAXDP_(?:CUDA|HIP)|(?:hip|cuda|nccl)[A-Z]\w*)\b", code)
+
+
+def test_a_vendors_names_stand_in_the_vendor_headers_alone() -> None:
+    files = [path for path in (ROOT / "ffi").rglob("*") if path.suffix in (".cc", ".h")]
+    found = {path.name: words for path in files if (words := vendor_words(path.read_text()))}
+    assert [name for name in found if not name.startswith("vendor")] == []
+    assert vendor_words("// hipMalloc\n#if defined(JAXDP_HIP)\n  cudaFree(p);") == ["JAXDP_HIP", "cudaFree"]
 
 
 @pytest.mark.parametrize("line", [
