@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from jaxdp import __version__
 from jaxdp.errors import BadUse, ConfigError
+from jaxdp.ranked import recorder
 from jaxdp.runs.failure import BAD_USE, DONE, report
 
 Arguments = Sequence[str]
@@ -68,13 +69,22 @@ def _train(arguments: Arguments) -> int:
     from jaxdp.runs.config import TrainConfig
     from jaxdp.runs.flags import named_by_flag, parse
 
+    recorder.start()
     config = parse(TrainConfig, "jaxdp train", arguments)
     from jaxdp.runs.train import train
 
     try:
-        return train(config, ["jaxdp", "train", *arguments])
+        code = train(config, ["jaxdp", "train", *arguments])
     except ConfigError as error:
         raise named_by_flag(error, TrainConfig) from None
+    recorder.note_done()
+    return code
+
+
+def _launch(arguments: Arguments) -> int:
+    from jaxdp.tools.launch import launch
+
+    return launch(arguments)
 
 
 def _compare(arguments: Arguments) -> int:
@@ -125,6 +135,7 @@ def _trace(arguments: Arguments) -> int:
 
 COMMANDS = {
     "train": Command("train a model and leave a run package", _train),
+    "launch": Command("train with one process a rank on this node", _launch),
     "compare": Command("the first step and parameter at which two runs or checkpoints differ", _compare),
     "sample": Command("text from a checkpoint of a byte-level model", _sample),
     "trace": Command("a run's trace in the Chrome/Perfetto form", _trace),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import traceback
 
-from jaxdp.errors import BadUse, JaxdpError
+from jaxdp.errors import BadUse, CollectiveTimeout, JaxdpError, PeerFailure
+from jaxdp.ranked import recorder
 
 DONE, FAILED, BAD_USE, INTERRUPTED = 0, 1, 2, 130
 
@@ -16,16 +17,25 @@ def report(error: BaseException, program: str) -> int:
     The errors of jaxdp are their own sentence; any other is one line with its cause, then its
     traceback.
     """
+    # A launcher learns of it before it can read of it: it then tells the first cause first.
+    recorder.note_failure(_sentence(error), consequence=isinstance(error, (PeerFailure, CollectiveTimeout)))
     if isinstance(error, KeyboardInterrupt):
         _write(f"{program}: interrupted.\n")
         return INTERRUPTED
     if isinstance(error, JaxdpError):
         _write(f"{program}: {error}\n")
         return BAD_USE if isinstance(error, BadUse) else FAILED
-    cause = (str(error).splitlines() or [""])[0]
-    _write(f"{program}: {type(error).__name__}: {cause}\n")
+    _write(f"{program}: {_sentence(error)}\n")
     _write("".join(traceback.format_exception(error)))
     return FAILED
+
+
+def _sentence(error: BaseException) -> str:
+    """One line: an error of jaxdp by its message, any other with its name."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted."
+    cause = (str(error).splitlines() or [""])[0]
+    return cause if isinstance(error, JaxdpError) else f"{type(error).__name__}: {cause}"
 
 
 def note(text: str) -> None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxdp.data import mean_loss
 from jaxdp.errors import StepFailure
+from jaxdp.ranked import recorder
 from jaxdp.runs.checkpoint import State
 from jaxdp.runs.config import TrainConfig
 from jaxdp.runs.job import Job
@@ -47,20 +48,26 @@ class Loop:
             self._do_step(step)
             last = step == self._config.steps or stop.is_due(step)
             if last or (every and step % every == 0):
+                recorder.note("save")
                 self._keeper.save(step, lambda step=step: self._state(step))
             if last:
                 return step
             step += 1
 
     def _do_step(self, step: int) -> None:
+        recorder.note("batches", step)
+        batches = self._batches()
+        recorder.note("update")
         try:
-            metrics = self._trainer.step(self._batches(), step)
+            metrics = self._trainer.step(batches, step)
         except StepFailure as failure:
             if failure.metrics is not None:
                 self._keeper.record(failure.metrics, None)
             raise
         self._samples = self._job.train.cursor_after(self._samples, self._trainer.parts)
-        self._keeper.record(metrics, self._validation_loss(step))
+        loss = self._validation_loss(step)
+        recorder.note("record")
+        self._keeper.record(metrics, loss)
 
     def _batches(self) -> list[Any]:
         source = self._job.train
@@ -71,9 +78,11 @@ class Loop:
         batches, every = self._job.validation, self._config.eval_every
         if batches is None or (step % every and step != self._config.steps):
             return None
-        sums = [self._trainer.evaluate([batches.batch(index) for index in
-                                        range(first, min(first + _EVALUATION_CHUNK, len(batches)))])
-                for first in range(0, len(batches), _EVALUATION_CHUNK)]
+        sums = []
+        for first in range(0, len(batches), _EVALUATION_CHUNK):
+            recorder.note("evaluate")
+            chunk = range(first, min(first + _EVALUATION_CHUNK, len(batches)))
+            sums.append(self._trainer.evaluate([batches.batch(index) for index in chunk]))
         return mean_loss((loss for loss, _ in sums), (tokens for _, tokens in sums))
 
     def _state(self, step: int) -> State:

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from jaxdp.errors import ConfigError
+from jaxdp.ranked import recorder
 from jaxdp.ranked.context import RankContext
 from jaxdp.runs import job, platform, resume
 from jaxdp.runs.config import TrainConfig
@@ -32,13 +33,17 @@ def prepare(config: TrainConfig, folder: Path) -> Prepared:
 
     Raises `BadUse` of one kind or another, or `CheckpointError`.
     """
+    recorder.note("model and data")
     prepared = job.prepare(config)
+    recorder.note("devices")
     platform.check_devices(config.platform, config.devices)
     if config.sample and not can_sample(prepared.model):
         raise ConfigError("sample", True, f"left out for the model {config.model}, whose tokens are not bytes")
+    recorder.note("checkpoint to go on from")
     start = resume.starting_point(config.resume, folder)
     if start is not None:
         job.refuse_changes(start.state.identity, prepared.identity)
+    recorder.note("trainer and rendezvous")
     return Prepared(prepared, start)
 
 

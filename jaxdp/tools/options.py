@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated
 
-from jaxdp.config import check_integer, check_number
+from jaxdp.config import check_integer, check_number, check_world_size
 from jaxdp.runs.flags import Flag
 
 
@@ -47,3 +47,17 @@ class ExportOptions:
 
     run: Annotated[str, Flag("a run's folder, or a trace.jsonl", positional=True)]
     output: Annotated[str, Flag("file to write", metavar="PATH", short="-o")] = "trace.json"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """Runs `jaxdp train` with one process a rank on this node: jaxdp launch --nproc N -- train [flags of train]."""
+
+    nproc: Annotated[int | None, Flag("how many ranks, one device each: 1, 2, 4 or 8")] = None
+    timeout: Annotated[float, Flag(
+        "the longest that a rank may stay in one phase (start-up, a step with its compilation, a save) before the "
+        "group is ended", metavar="SECONDS")] = 600.0
+
+    def __post_init__(self) -> None:
+        check_world_size("nproc", self.nproc)
+        check_number("timeout", self.timeout, above=0)

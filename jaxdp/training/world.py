@@ -12,6 +12,7 @@ from jaxdp.collectives import DeterministicCollective
 from jaxdp.collectives.failures import named_failures
 from jaxdp.config import DataParallelConfig
 from jaxdp.errors import ConfigError
+from jaxdp.ranked import recorder
 from jaxdp.ranked.context import RankContext, from_environment
 from jaxdp.training.spmd import SpmdProgram, stack, unstack
 
@@ -77,6 +78,7 @@ class Exchange:
         device = self._world.devices[0]
         stacked = stack([jax.device_put(local[None], device)], self._world.devices)
         shapes = (local.shape, str(local.dtype))
+        recorder.note_collective(f"all_gather {local.dtype}{list(local.shape)}")
         with named_failures():
             self._program.prepare(shapes, stacked)
             return np.asarray(unstack(self._program(shapes, stacked), self._world.devices)[0])[0]
