@@ -93,11 +93,12 @@ class IpcGroup final : public Group {
       if (failure_.ok()) failure_ = {StatusKind::kCommunicatorClosed, "the communicator was closed; create a new one."};
     }
     end_calls();
-    peers_.publish(&Control::closed, 1);  // releases nothing: no peer's segment is read from here on
+    peers_.publish(&Control::closed, kLastGeneration);  // releases nothing: no peer's segment is read from here on
     pass(peers_.rank(), next_sequence_, Phase::kInClose);
     // A failure was reported when it happened, and peers learn of it by `failed`: nothing to wait for.
     if (!poison_.ok()) return {};
-    return peers_.await_all({&Control::closed, 1, peers_.deadline_ns(), [] { return "closing the communicator"; }});
+    return peers_.await_all(
+        {&Control::closed, kLastGeneration, peers_.deadline_ns(), [] { return "closing the communicator"; }});
   }
 
   Status failure() const override {

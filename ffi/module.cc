@@ -2,7 +2,6 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
-#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -33,42 +32,38 @@ std::int64_t create_local_group(const std::vector<int>& device_ordinals, double 
   return register_group(make_local_group({device_ordinals, timeout_s, first_sequence}));
 }
 
-std::shared_ptr<Segment> map_segment(int descriptor, std::size_t staging_bytes) {
+// Writes the header of this rank's own, still zero, segment. Raises RuntimeError if it cannot be mapped.
+void initialize_segment(int descriptor, std::size_t staging_bytes, std::uint64_t nonce, int rank, int world) {
   if (staging_bytes < kMinimumStagingBytes || staging_bytes % kMinimumStagingBytes != 0) {
     throw std::invalid_argument("staging_bytes must be a multiple of " + std::to_string(kMinimumStagingBytes) +
                                 "; got " + std::to_string(staging_bytes) + ".");
   }
   std::string error;
-  auto segment = Segment::map(descriptor, staging_bytes, &error);
+  const auto segment = Segment::map(descriptor, staging_bytes, &error);
   if (!segment) throw std::runtime_error(error);
-  return segment;
-}
-
-std::shared_ptr<Segment> create_segment(int descriptor, std::size_t staging_bytes, std::uint64_t nonce, int rank,
-                                        int world) {
-  auto segment = map_segment(descriptor, staging_bytes);
   segment->initialize(nonce, rank, world);
-  return segment;
 }
 
-std::shared_ptr<Segment> open_segment(int descriptor, std::size_t staging_bytes, std::uint64_t nonce, int rank,
-                                      int world) {
-  auto segment = map_segment(descriptor, staging_bytes);
-  const std::string mismatch = segment->mismatch(nonce, rank, world);
-  if (!mismatch.empty()) throw std::runtime_error(mismatch);
-  return segment;
-}
-
-// A handle, or 0 and the failure's text.
-std::pair<std::int64_t, std::string> create_ipc_group(std::vector<std::shared_ptr<Segment>> segments,
-                                                      std::vector<int> pidfds, int rank, int device_ordinal,
-                                                      double timeout_s, std::uint64_t first_sequence,
-                                                      std::size_t one_shot_bytes) {
+// Maps the ranks' segments; the descriptors stay the caller's. A handle, or 0 and the failure's text.
+std::pair<std::int64_t, std::string> create_ipc_group(const std::vector<int>& descriptors, std::vector<int> pidfds,
+                                                      std::size_t staging_bytes, std::uint64_t nonce, int rank,
+                                                      int device_ordinal, double timeout_s,
+                                                      std::uint64_t first_sequence, std::size_t one_shot_bytes) {
   nb::gil_scoped_release release;
+  IpcOptions options{rank, device_ordinal, {}, std::move(pidfds), timeout_s, first_sequence, one_shot_bytes};
+  for (int peer = 0; peer < static_cast<int>(descriptors.size()); ++peer) {
+    std::string error;
+    auto segment = Segment::map(descriptors[peer], staging_bytes, &error);
+    if (segment) error = segment->mismatch(nonce, peer, static_cast<int>(descriptors.size()));
+    if (!error.empty()) {
+      const ProcessWatch unused(std::move(options.pidfds));  // closes them
+      const Status failure{StatusKind::kPeerFailure, "the segment of rank " + std::to_string(peer) + ": " + error + "."};
+      return {0, text_of(failure)};
+    }
+    options.segments.push_back(std::move(segment));
+  }
   Status status;
-  auto group = make_ipc_group({rank, device_ordinal, std::move(segments), std::move(pidfds), timeout_s, first_sequence,
-                               one_shot_bytes},
-                              &status);
+  auto group = make_ipc_group(std::move(options), &status);
   if (!group) return {0, text_of(status)};
   return {register_group(std::move(group)), {}};
 }
@@ -125,12 +120,11 @@ NB_MODULE(_native, m) {
   m.def("cpu_handlers", [] { return jaxdp::registrations(jaxdp::cpu_handlers()); });
   m.def("create_local_group", &jaxdp::create_local_group, "device_ordinals"_a, "timeout_s"_a,
         "first_sequence"_a = 1);
-  nb::class_<jaxdp::Segment>(m, "Segment");
   m.def("segment_file_bytes", &jaxdp::Segment::file_bytes, "staging_bytes"_a);
-  m.def("create_segment", &jaxdp::create_segment, "descriptor"_a, "staging_bytes"_a, "nonce"_a, "rank"_a, "world"_a);
-  m.def("open_segment", &jaxdp::open_segment, "descriptor"_a, "staging_bytes"_a, "nonce"_a, "rank"_a, "world"_a);
-  m.def("create_ipc_group", &jaxdp::create_ipc_group, "segments"_a, "pidfds"_a, "rank"_a, "device_ordinal"_a,
-        "timeout_s"_a, "first_sequence"_a, "one_shot_bytes"_a);
+  m.def("initialize_segment", &jaxdp::initialize_segment, "descriptor"_a, "staging_bytes"_a, "nonce"_a, "rank"_a,
+        "world"_a);
+  m.def("create_ipc_group", &jaxdp::create_ipc_group, "descriptors"_a, "pidfds"_a, "staging_bytes"_a, "nonce"_a,
+        "rank"_a, "device_ordinal"_a, "timeout_s"_a, "first_sequence"_a, "one_shot_bytes"_a);
   m.def("call_group", &jaxdp::call_group, "handle"_a, "rank"_a, "operation"_a, "dtypes"_a, "inputs"_a, "outputs"_a,
         "signature"_a);
   m.def("close_group", &jaxdp::close_group, "handle"_a);

@@ -12,7 +12,6 @@
 namespace jaxdp {
 namespace {
 
-constexpr std::uint64_t kNever = ~std::uint64_t{0};
 constexpr std::uint64_t kSpins = 64;                  // a few microseconds
 constexpr std::uint64_t kYieldUntil_ns = 500'000;     // then sleep: a late peer may need this core
 constexpr std::uint64_t kLongestSleep_ns = 1'000'000;
@@ -142,7 +141,7 @@ Status Peers::reported_failure(std::uint64_t last_generation) {
 }
 
 Status Peers::interruption(const Wait& wait, bool look_for_dead) {
-  if (Status reported = reported_failure(kNever); !reported.ok()) return reported;
+  if (Status reported = reported_failure(kLastGeneration); !reported.ok()) return reported;
   if (stopped_.load()) return {StatusKind::kCommunicatorClosed, wait.subject() + " was in flight at close()."};
   if (look_for_dead) {
     if (Status lost = lost_peer(wait); !lost.ok()) return lost;

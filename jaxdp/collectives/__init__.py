@@ -47,7 +47,7 @@ def create_deterministic_collective(devices: Sequence[jax.Device] | None = None,
     context = from_environment()
     chosen, reason = _choose(transport, context)
     members = _members(devices, chosen, context)
-    routes = routing.table_for(_table_name(chosen, members[0]))
+    routes = _routes(chosen, members[0])
     group = _create_group(chosen, members, context, capacity_bytes, timeout_s, first_sequence, routes)
     capabilities = Capabilities(
         backend=members[0].platform, transport=chosen, transport_reason=reason,
@@ -62,11 +62,11 @@ def _create_group(chosen: str, members: list[jax.Device], context: RankContext |
     if members[0].platform != "cpu":
         return gpu.create_group(chosen, members, context, timeout_s)
     library = native.load()
+    ordinals = [device.id for device in members]  # what XLA calls the ordinal, under jax.distributed too
     if chosen == "local":
-        ordinals = [device.local_hardware_id for device in members]
         return NativeGroup(library, library.create_local_group(ordinals, timeout_s, first_sequence))
     if chosen == "ipc" and context is not None:
-        handle = ipc.create_group(context, members[0].local_hardware_id, timeout_s=timeout_s,
+        handle = ipc.create_group(context, ordinals[0], timeout_s=timeout_s,
                                   one_shot_bytes=_one_shot_bytes(routes, capacity_bytes), first_sequence=first_sequence)
         return NativeGroup(library, handle)
     return None
@@ -108,8 +108,10 @@ def _rank_device(devices: Sequence[jax.Device] | None, context: RankContext) -> 
     return seen[context.local_rank] if len(seen) > 1 else seen[0]
 
 
-def _table_name(chosen: str, device: jax.Device) -> str:
-    return f"{device.device_kind}-ipc" if chosen == "ipc" else device.device_kind
+def _routes(chosen: str, device: jax.Device) -> routing.RouteTable:
+    if chosen == "xla":
+        return routing.rank_major_table(device.device_kind)
+    return routing.table_for(f"{device.device_kind}-ipc" if chosen == "ipc" else device.device_kind)
 
 
 def _one_shot_bytes(routes: routing.RouteTable, capacity_bytes: int) -> int:

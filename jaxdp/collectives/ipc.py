@@ -11,7 +11,6 @@ import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from jaxdp.collectives import native
 from jaxdp.collectives.failures import named_failure
@@ -23,7 +22,7 @@ from jaxdp.ranked.rendezvous import Record, Rendezvous
 
 SHARED_MEMORY = Path("/dev/shm")
 # One of the two payload buffers of a rank; longer messages go in several generations.
-STAGING_BYTES = 1 << 20
+STAGING_BYTES = 512 << 10
 
 _numbers = itertools.count(1)  # communicators of this process: the same number on all ranks
 
@@ -48,18 +47,19 @@ def create_group(context: RankContext, device_ordinal: int, *, timeout_s: float,
         CollectiveTimeout, RendezvousError: as `ranked.rendezvous`.
     """
     settings = {"staging_bytes": staging_bytes, "one_shot_bytes": one_shot_bytes, "first_sequence": first_sequence}
+    library = native.load()
     meeting = rendezvous.join(context, timeout_s)
     topic = f"communicator-{next(_numbers)}"
     with contextlib.ExitStack() as descriptors:
-        descriptor = _allocate_or_tell(meeting, topic, timeout_s, shared_memory, staging_bytes)
-        descriptors.callback(os.close, descriptor)
-        own = native.load().create_segment(descriptor, staging_bytes, meeting.nonce, context.rank, context.world_size)
-        records = meeting.exchange(topic, {"descriptor": descriptor, "settings": settings}, timeout_s)
+        own = _allocate_or_tell(meeting, topic, timeout_s, shared_memory, staging_bytes)
+        descriptors.callback(os.close, own)
+        library.initialize_segment(own, staging_bytes, meeting.nonce, context.rank, context.world_size)
+        records = meeting.exchange(topic, {"descriptor": own, "settings": settings}, timeout_s)
         _check(records)
-        segments = [own if rank == context.rank else _open(meeting, rank, record, staging_bytes, descriptors)
-                    for rank, record in enumerate(records)]
-        handle, failure = native.load().create_ipc_group(
-            segments, _watch(meeting), context.rank, device_ordinal, timeout_s, first_sequence, one_shot_bytes)
+        opened = [own if rank == context.rank else _open(meeting, rank, record["descriptor"], descriptors)
+                  for rank, record in enumerate(records)]
+        handle, failure = library.create_ipc_group(opened, _watch(meeting), staging_bytes, meeting.nonce, context.rank,
+                                                   device_ordinal, timeout_s, first_sequence, one_shot_bytes)
     named = named_failure(failure)
     if named is not None:
         raise named
@@ -110,16 +110,15 @@ def _check(records: Sequence[Record]) -> None:
                                f"{records[0]['settings']}, rank {rank} has {record['settings']}.")
 
 
-def _open(meeting: Rendezvous, rank: int, record: Record, staging_bytes: int,
-          descriptors: contextlib.ExitStack) -> Any:
-    """The segment of a peer, mapped."""
+def _open(meeting: Rendezvous, rank: int, number: int, descriptors: contextlib.ExitStack) -> int:
+    """A descriptor of this process for the segment that is descriptor `number` of `rank`'s process."""
     process = meeting.processes[rank]
     try:
-        descriptor = os.open(f"/proc/{process.pid}/fd/{record['descriptor']}", os.O_RDWR | os.O_CLOEXEC)
-        descriptors.callback(os.close, descriptor)
-        return native.load().open_segment(descriptor, staging_bytes, meeting.nonce, rank, meeting.context.world_size)
-    except (OSError, RuntimeError) as error:
+        descriptor = os.open(f"/proc/{process.pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
         raise PeerFailure(f"the shared memory of rank {rank} ({process}) cannot be opened: {error}.") from error
+    descriptors.callback(os.close, descriptor)
+    return descriptor
 
 
 def _watch(meeting: Rendezvous) -> list[int]:

@@ -35,7 +35,7 @@ def check_close_during_use(one_shot_bytes: int) -> None:
     if member.rank == 0:
         assert time.monotonic() - begin > 0.5, "rank 0 did not wait for rank 1's acknowledgement"
     member.close()
-    expect_failure(CommunicatorClosed, "was closed; create a new one", lambda: member.all_reduce(ONES), within_s=0.5)
+    expect_failure(CommunicatorClosed, "was closed; create a new one", lambda: member.all_reduce(ONES), within_s=10.0)
 
 
 @pytest.mark.parametrize("one_shot_bytes", [ONE_SHOT, TWO_SHOT])
@@ -63,7 +63,7 @@ def check_close_after_death() -> None:
     if member.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     expect_failure(PeerFailure, "closing the communicator: rank 0 waited for rank 1, whose process has died",
-                   member.close, within_s=3.0)
+                   member.close, within_s=10.0)
 
 
 def test_close_does_not_wait_for_the_dead(ranks: Ranks) -> None:
@@ -168,3 +168,12 @@ def test_a_run_killed_at_its_start_is_no_obstacle_for_the_next_ones(ranks: Ranks
     for world in (2, 4):
         ranks.run("test_ipc_lifecycle:check_next_run", world, rendezvous=tmp_path / "same", timeout_s=10.0)
     assert not (tmp_path / "same").exists()
+
+
+def leave_without_closing() -> None:
+    member = Member()
+    member.all_reduce(ONES)
+
+
+def test_a_rank_that_ends_without_closing_says_nothing(ranks: Ranks) -> None:
+    assert ranks.run("test_ipc_lifecycle:leave_without_closing", 2) == ["", ""]

@@ -33,6 +33,9 @@ inline constexpr std::size_t kCacheLine = 64;
 inline constexpr std::size_t kSignatureText = 1000;
 inline constexpr std::size_t kFailureText = 4000;  // two signatures and the sentence around them
 
+// After every generation: a wait for it ends with every failure that a peer has reported.
+inline constexpr std::uint64_t kLastGeneration = ~std::uint64_t{0};
+
 // A control word alone on its cache line. Only the segment's owner writes it.
 struct alignas(kCacheLine) Word {
   std::uint64_t value;
@@ -58,7 +61,7 @@ struct Control {
   Word ready;     // the newest generation whose payload is there
   Word reduced;   // the newest generation whose share of the sum is there
   Word failed;    // not 0: the generation that the owner could not finish; `failure` says why
-  Word closed;    // 1: the owner reads no peer's segment any more
+  Word closed;    // kLastGeneration: the owner reads no peer's segment any more
   alignas(kCacheLine) Signature signatures[2];
   alignas(kCacheLine) FailureRecord failure;
 };
