@@ -11,7 +11,6 @@ import pytest
 from helpers import assert_bits_equal, assert_trees_bits_equal, cancelling
 
 from jaxdp.collectives.operations import tree_sum_many
-from jaxdp.training.portable import load_on
 from jaxdp.training.spmd import RowProgram
 from jaxdp.tree import tree_sum
 
@@ -29,23 +28,26 @@ def arguments(device: jax.Device) -> tuple[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def compiled() -> jax.stages.Compiled:
-    return jax.jit(attention_like).lower(*arguments(jax.devices()[0])).compile()
+def program() -> RowProgram:
+    """Compiled for device 0; every other device gets a loaded copy."""
+    program = RowProgram(attention_like)
+    program(None, jax.devices()[0], *arguments(jax.devices()[0]))
+    return program
 
 
 @pytest.mark.parametrize("index", [1, 5, 7])
-def test_a_loaded_copy_runs_where_it_was_loaded_with_the_same_bits(compiled: jax.stages.Compiled, index: int) -> None:
-    device = jax.devices()[index]
-    expected = compiled(*arguments(jax.devices()[0]))
-    result = load_on(compiled, device)(*arguments(device))
+def test_a_loaded_copy_runs_where_it_was_loaded_with_the_same_bits(program: RowProgram, index: int) -> None:
+    first, device = jax.devices()[0], jax.devices()[index]
+    expected = program(None, first, *arguments(first))
+    result = program(None, device, *arguments(device))
     assert {leaf.device for leaf in jax.tree.leaves(result)} == {device}
     assert_trees_bits_equal(jax.device_get(result), jax.device_get(expected))
 
 
-def test_a_loaded_copy_refuses_arguments_of_another_device(compiled: jax.stages.Compiled) -> None:
-    copy = load_on(compiled, jax.devices()[2])
+def test_a_loaded_copy_refuses_arguments_of_another_device(program: RowProgram) -> None:
+    program(None, jax.devices()[2], *arguments(jax.devices()[2]))
     with pytest.raises(ValueError, match="device"):
-        copy(*arguments(jax.devices()[0]))
+        program(None, jax.devices()[2], *arguments(jax.devices()[0]))
 
 
 def test_a_copy_of_a_program_with_a_native_call_keeps_the_tree() -> None:

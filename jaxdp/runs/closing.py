@@ -34,7 +34,10 @@ def header(config: TrainConfig, package: Path, trainer: DataParallelTrainer, fir
 
 
 def lines(config: TrainConfig, package: RunPackage, model: Model, last: int, parameters: Any) -> list[str]:
-    """The last loss, a sample where `parameters` are given, and the paths of package and plot, which it writes."""
+    """The last loss, a sample where `parameters` are given, and the paths of package and plot, which it writes.
+
+    No plot with `--json`, which is for programs: drawing it can take longer than a short run.
+    """
     records = package.records()
     said = [f"loss {records[-1]['loss']} after step {last}"]
     if parameters is not None:
@@ -42,6 +45,8 @@ def lines(config: TrainConfig, package: RunPackage, model: Model, last: int, par
         write_durably(Files(), package.path / SAMPLE_FILE, [text])
         said += ["sample:", text.decode("utf-8", "replace")]
     said.append(f"run package: {package.path}")
+    if config.json:
+        return said
     if plot_loss(records, package.path / PLOT_FILE, f"{config.model} on {config.data}"):
         return [*said, f"plot: {package.path / PLOT_FILE}"]
     return [*said, "plot: none, for matplotlib is not installed (pip install 'jaxdp[plot]')"]

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxdp.digest import digest_hex, first_difference, leaf_fingerprints
 from jaxdp.leaves import LeafSpec, leaf_specs
+from jaxdp.training.compilation import Compilation
 from jaxdp.training.spmd import RowProgram, first_row
 
 Gather = Callable[[np.ndarray], np.ndarray]  # this process's rows to all ranks' rows
@@ -32,6 +33,10 @@ class Auditor:
         self._devices = devices
         self.specs: tuple[LeafSpec, ...] = leaf_specs(parameters)
         self._fingerprint = RowProgram(_row_fingerprints)
+
+    def prepare(self, compilation: Compilation, row: Any) -> None:
+        """Compiles what `fingerprints` runs, for parameters like `row`, as part of `compilation`."""
+        self._fingerprint.prepare(compilation, None, self._devices, row)
 
     def fingerprints(self, rows: Sequence[Any]) -> np.ndarray:
         """`uint32[len(rows), leaves, lanes]` of parameters held as rows, on the first devices."""

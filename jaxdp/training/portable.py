@@ -6,6 +6,7 @@ executable elsewhere is quicker, and makes "the same executable" true in the lit
 
 from __future__ import annotations
 
+import functools
 import io
 from typing import Any
 
@@ -15,11 +16,21 @@ from jax._src import compiler
 from jax.experimental import serialize_executable
 
 
-def load_on(compiled: jax.stages.Compiled, device: jax.Device) -> jax.stages.Compiled:
-    """A copy of a single-device `compiled` that runs on `device` (of the same client)."""
-    serialized, in_tree, out_tree = serialize_executable.serialize(compiled)
-    executable, arguments, no_kwargs = _Placer(serialized, device).load()
-    return jax.stages.Compiled(executable.load(), [], in_tree.unflatten(arguments), out_tree, no_kwargs=no_kwargs)
+class PortableExecutable:
+    """A single-device `compiled`, serialized once, when it is first wanted on another device."""
+
+    def __init__(self, compiled: jax.stages.Compiled) -> None:
+        self.compiled = compiled
+
+    def load_on(self, device: jax.Device) -> jax.stages.Compiled:
+        """A copy that runs on `device` (of the same client)."""
+        serialized, in_tree, out_tree = self._serialized
+        executable, arguments, no_kwargs = _Placer(serialized, device).load()
+        return jax.stages.Compiled(executable.load(), [], in_tree.unflatten(arguments), out_tree, no_kwargs=no_kwargs)
+
+    @functools.cached_property
+    def _serialized(self) -> tuple[bytes, Any, Any]:
+        return serialize_executable.serialize(self.compiled)
 
 
 class _Placer(serialize_executable._JaxPjrtUnpickler):

@@ -13,9 +13,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxdp.training.portable import load_on
+from jaxdp.training.compilation import Compilation
+from jaxdp.training.portable import PortableExecutable
 
 AXIS = "ranks"
 
@@ -59,11 +60,28 @@ class RowProgram:
 
     def __init__(self, function: Callable[..., Any], *, donate: tuple[int, ...] = ()) -> None:
         self._jitted = jax.jit(function, donate_argnums=donate)
-        self._compiled: dict[Any, jax.stages.Compiled] = {}
+        self._compiled: dict[Any, PortableExecutable] = {}
         self._loaded: dict[Any, jax.stages.Compiled] = {}
 
+    def prepare(self, compilation: Compilation, shapes: Any, devices: Sequence[jax.Device], *arguments: Any) -> Any:
+        """Traces the function now, and compiles it and loads it on `devices` as part of `compilation`.
+
+        `arguments` are of `devices[0]`: arrays, or `on_device` of their shapes. Returns the shapes of
+        the results, on `devices[0]`. Call it once for each `shapes`.
+        """
+        lowered = self._jitted.lower(*arguments)
+
+        def compile_and_load() -> None:
+            portable = self._compiled[shapes] = PortableExecutable(lowered.compile())
+            self._loaded[shapes, devices[0]] = portable.compiled
+            for device in devices[1:]:
+                self._loaded[shapes, device] = portable.load_on(device)
+
+        compilation.submit(compile_and_load)
+        return on_device(lowered.out_info, devices[0])
+
     def __call__(self, shapes: Any, device: jax.Device, *arguments: Any) -> Any:
-        """Runs on `device`."""
+        """Runs on `device`; compiles or loads there what was not prepared."""
         program = self._loaded.get((shapes, device))
         if program is None:
             program = self._load(shapes, device, arguments)
@@ -72,11 +90,18 @@ class RowProgram:
     def _load(self, shapes: Any, device: jax.Device, arguments: tuple[Any, ...]) -> jax.stages.Compiled:
         first = self._compiled.get(shapes)
         if first is None:
-            program = self._compiled[shapes] = self._jitted.lower(*arguments).compile()
+            program = self._jitted.lower(*arguments).compile()
+            self._compiled[shapes] = PortableExecutable(program)
         else:
-            program = load_on(first, device)
+            program = first.load_on(device)
         self._loaded[shapes, device] = program
         return program
+
+
+def on_device(tree: Any, device: jax.Device) -> Any:
+    """Shapes and dtypes of arrays committed to `device`: arguments to prepare a row program with."""
+    place = SingleDeviceSharding(device)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree)
 
 
 def sharding(devices: Sequence[jax.Device]) -> NamedSharding:
@@ -93,6 +118,13 @@ def stack(rows: Sequence[Any], devices: Sequence[jax.Device]) -> Any:
         return jax.make_array_from_single_device_arrays(shape, placed, list(leaves))
 
     return jax.tree.map(join, *rows)
+
+
+def stacked_shapes(row: Any, devices: Sequence[jax.Device]) -> Any:
+    """The shapes and dtypes of what `stack` makes of rows like `row`: arguments to prepare a program with."""
+    placed = sharding(devices)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((len(devices), *leaf.shape[1:]), leaf.dtype, sharding=placed),
+                        row)
 
 
 def unstack(stacked: Any, devices: Sequence[jax.Device]) -> list[Any]:

@@ -8,7 +8,7 @@ world size, and the stages can be timed apart.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,21 +17,26 @@ import numpy as np
 
 from jaxdp.collectives.operations import tree_sum_many
 from jaxdp.models.model import Batch
+from jaxdp.training.compilation import Compilation
 from jaxdp.training.reduce import SEPARATE_BUCKETS, PsumReducer, Reducer, sum_gradients
 from jaxdp.training.shards import SiblingTree
-from jaxdp.training.spmd import RowProgram, SpmdProgram, as_row, first_row, stack, unstack
+from jaxdp.training.spmd import RowProgram, SpmdProgram, as_row, first_row, on_device, stack, stacked_shapes, unstack
 from jaxdp.training.stages import StepOutcome, Stopwatch, batch_shapes
 from jaxdp.training.state import TrainState
 from jaxdp.training.step import StepRules, microbatch_gradients, update
 from jaxdp.tree import tree_sum
+
+Prepare = Callable[[Compilation, Any], object]
 
 
 class StagedStep:
     """Runs steps over rows of state; `parts_per_rank` batches a rank, a power of two."""
 
     def __init__(self, rules: StepRules, reducer: Reducer, devices: Sequence[jax.Device], rows: list[TrainState], *,
-                 parts_per_rank: int, first_part: int = 0) -> None:
+                 parts_per_rank: int, first_part: int = 0, prepare_also: Prepare | None = None) -> None:
+        """`prepare_also(compilation, row of parameters)` compiles what follows every step, along with the step."""
         self._rules = rules
+        self._prepare_also = prepare_also or (lambda compilation, parameters: None)
         self._devices = devices
         self._parts_per_rank = parts_per_rank
         self._first_part = first_part
@@ -49,13 +54,12 @@ class StagedStep:
 
     def run(self, batches: Sequence[Batch], step: int) -> StepOutcome:
         """One step; rank r's parts are `batches[r * parts_per_rank:(r + 1) * parts_per_rank]`."""
-        shapes = batch_shapes(batches[0])
-        compile_ms = 0.0 if shapes in self._warm else self._warm_up(shapes, batches, step)
+        compile_ms = self._warm_up(batches)
         watch = Stopwatch()
         gradients, stats = self._gradients(batches, step)
         jax.block_until_ready(gradients)
         forward_backward_ms = watch.lap()
-        sums, gathered = self._reduce(shapes, gradients, stats)
+        sums, gathered = self._reduce(gradients, stats)
         jax.block_until_ready(sums)
         communication_ms = watch.lap()
         report = self._apply(sums, gathered)
@@ -89,9 +93,9 @@ class StagedStep:
             total = result if total is None else self._add("microbatch", device, total, result)
         return total
 
-    def _reduce(self, shapes: Any, gradients: list[Any], stats: list[Any]) -> tuple[list[Any], np.ndarray]:
+    def _reduce(self, gradients: list[Any], stats: list[Any]) -> tuple[list[Any], np.ndarray]:
         arguments = (stack(gradients, self._devices), stack(stats, self._devices))
-        sums, gathered = self.program(shapes, *arguments)
+        sums, gathered = self.program(None, *arguments)
         return unstack(sums, self._devices), np.asarray(unstack(gathered, self._devices)[0])[0]
 
     def _apply(self, sums: list[Any], gathered: np.ndarray) -> dict[str, Any]:
@@ -103,16 +107,38 @@ class StagedStep:
         jax.block_until_ready(self.rows)
         return jax.device_get(reports[0])
 
-    def _warm_up(self, shapes: Any, batches: Sequence[Batch], step: int) -> float:
-        """Compiles every stage by running it once; the state and the report of it are dropped."""
+    def _warm_up(self, batches: Sequence[Batch]) -> float:
+        """Compiles what no earlier batches needed, from shapes alone; milliseconds spent."""
+        new = {shapes: batch for batch in batches if (shapes := batch_shapes(batch)) not in self._warm}
+        if not new:
+            return 0.0
         watch = Stopwatch()
-        gradients, stats = self._gradients(batches, step)
-        self.program.prepare(shapes, stack(gradients, self._devices), stack(stats, self._devices))
-        kept = [jax.tree.map(jnp.copy, row) for row in self.rows]
-        for rank, gradient in enumerate(gradients):
-            self._update(None, self._devices[rank], kept[rank], gradient, np.float32(1))
-        self._warm.add(shapes)
+        with Compilation(self._devices) as compilation:
+            for batch in new.values():
+                stats, gradients = self._prepare_gradient(compilation, batch)
+            if not self._warm:
+                self._prepare_rest(compilation, stats, gradients)
+        self._warm.update(new)
         return watch.lap()
+
+    def _prepare_gradient(self, compilation: Compilation, batch: Batch) -> Any:
+        """The shapes of one part's stats and gradients."""
+        piece = {name: np.split(np.asarray(x), self._rules.accumulation_steps)[0] for name, x in batch.items()}
+        inputs = on_device(piece, self._devices[0])
+        return self._gradient.prepare(compilation, batch_shapes(piece), self._devices, self.rows[0].parameters, inputs,
+                                      *np.zeros(3, np.int32))
+
+    def _prepare_rest(self, compilation: Compilation, stats: Any, gradients: Any) -> None:
+        """The programs that no batch's shape changes, those that take longest first."""
+        self._update.prepare(compilation, None, self._devices, self.rows[0], gradients, np.float32(1))
+        self._prepare_also(compilation, self.rows[0].parameters)
+        if self._parts_per_rank > 1:
+            self._add.prepare(compilation, "shard", self._devices, gradients, gradients)
+        if self._rules.accumulation_steps > 1:
+            part = (stats, gradients)
+            self._add.prepare(compilation, "microbatch", self._devices, part, part)
+        self.program.prepare(None, stacked_shapes(gradients, self._devices),
+                             stacked_shapes([stats] * self._parts_per_rank, self._devices))
 
 
 def total_weight(stats: np.ndarray) -> np.float32:

@@ -208,7 +208,7 @@ class DataParallelTrainer:
         if self.config.resolved_step_mode == "fused":
             return FusedStep(self._rules, reducer, self.devices, rows, first_rank=self.world.first_rank)
         return StagedStep(self._rules, reducer, self.devices, rows, parts_per_rank=self.parts_per_rank,
-                          first_part=self.world.first_rank * self.parts_per_rank)
+                          first_part=self.world.first_rank * self.parts_per_rank, prepare_also=self._auditor.prepare)
 
     def _host_rows(self) -> TrainState:
         # Copies: on CPU an array may view device memory, which the next step takes as its own.
