@@ -46,7 +46,7 @@ ffi::Future Collective(std::int32_t ordinal, ffi::ThreadPool pool, ffi::Remainin
     return failed(ffi::Error(ffi::ErrorCode::kFailedPrecondition, closed.text()));
   }
   const int rank = group->rank_of(ordinal);
-  if (rank < 0) return failed(invalid("device ordinal " + std::to_string(ordinal) + " is not in the communicator"));
+  if (rank < 0) return failed(ffi::Error(ffi::ErrorCode::kAborted, not_a_member(ordinal).text()));
   Call call{static_cast<Operation>(operation), {}, std::string(signature)};
   const ffi::Error error = read_lanes(call.operation, world, lanes, args, rets, &call.lanes);
   if (error.failure()) return failed(error);

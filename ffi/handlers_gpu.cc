@@ -24,7 +24,7 @@ ffi::Error Collective(gpu::Stream stream, std::int32_t ordinal, ffi::RemainingAr
   const auto group = find_gpu_group(group_handle);
   if (!group) return error_of(Status{StatusKind::kCommunicatorClosed, "the communicator was closed; create a new one."});
   const int rank = group->rank_of(ordinal);
-  if (rank < 0) return invalid("device ordinal " + std::to_string(ordinal) + " is not in the communicator");
+  if (rank < 0) return error_of(not_a_member(ordinal));
   Call call{static_cast<Operation>(operation), {}, std::string(signature)};
   const ffi::Error error = read_lanes(call.operation, world, lanes, args, rets, &call.lanes);
   if (error.failure()) return error;

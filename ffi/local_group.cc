@@ -59,10 +59,11 @@ class LocalGroup final : public Group {
 
   Status close() override {
     std::unique_lock lock(mutex_);
-    if (!closed_) {
+    if (!closing_) {
+      closing_ = true;
+      // A rank that is on its way still finds its call: what has begun is finished.
+      idle_.wait_until(lock, Clock::now() + timeout(), [this] { return running_ == 0 && pending_.empty(); });
       closed_ = true;
-      const auto deadline = Clock::now() + timeout();
-      idle_.wait_until(lock, deadline, [this] { return running_ == 0; });
       if (failure_.ok()) failure_ = {StatusKind::kCommunicatorClosed, "the communicator was closed; create a new one."};
       wake_.notify_all();
       finish_pending(std::move(lock), failure_);
@@ -133,6 +134,7 @@ class LocalGroup final : public Group {
       }
     }
     pending_.clear();
+    idle_.notify_all();
     lock.unlock();
     for (auto& done : waiting) done(status);
   }
@@ -188,7 +190,7 @@ class LocalGroup final : public Group {
   std::map<std::uint64_t, Pending> pending_;
   Status failure_;
   int running_ = 0;
-  bool closed_ = false;
+  bool closing_ = false, closed_ = false;
   std::thread watchdog_;  // last: it starts when all else is there
 };
 

@@ -43,6 +43,8 @@ def create_deterministic_collective(devices: Sequence[jax.Device] | None = None,
     """
     check_integer("capacity_bytes", capacity_bytes, minimum=1)
     check_number("timeout_s", timeout_s, above=0)
+    if type(first_sequence) is not int or not 0 <= first_sequence < 2**64:
+        raise ConfigError("first_sequence", first_sequence, "an integer from 0 to 2**64 - 1")
     check_choice("transport", transport, ("auto", "local", "ipc", "xla"))
     context = from_environment()
     chosen, reason = _choose(transport, context)

@@ -15,9 +15,10 @@ import numpy as np
 from jaxdp.collectives import rank_major, routing
 from jaxdp.collectives.failures import named_failure
 from jaxdp.collectives.native import NativeGroup
-from jaxdp.collectives.operations import Operation, bind, bind_chained, first_order, forget_order
+from jaxdp.collectives.operations import Operation, bind, bind_chained, first_order, forget_order, wait_for_order
 from jaxdp.errors import CommunicatorClosed
 
+_SUB_BYTE_DTYPES = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
 REDUCTION_DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -75,6 +76,8 @@ class DeterministicCollective:
         x = jnp.asarray(x)
         if x.ndim == 0:
             raise ValueError("all_gather needs a leading axis; got a 0-d array. Reshape it to (1,).")
+        if x.dtype.name in _SUB_BYTE_DTYPES:
+            raise TypeError(f"all_gather takes dtypes of whole bytes; got {x.dtype}. Cast it first.")
         self._check_capacity(Operation.ALL_GATHER, [x])
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return self._run(Operation.ALL_GATHER, (x,))[0]
@@ -115,6 +118,7 @@ class DeterministicCollective:
             return
         self._closed = True
         if self._group is not None:
+            wait_for_order(self._group.handle)
             text = self._group.close()
             forget_order(self._group.handle)
             named = named_failure(text)
@@ -197,7 +201,8 @@ class CallChain:
         if collective._group is None:
             return collective._run(operation, lanes)
         collective.raise_if_failed()
-        results, self._order = bind_chained(collective._group.handle, operation, collective.world_size, lanes, self._order)
+        handle, world = collective._group.handle, collective.world_size
+        results, self._order = bind_chained(handle, operation, world, lanes, self._order)
         return results
 
 

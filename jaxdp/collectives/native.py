@@ -52,6 +52,11 @@ def load_gpu(platform: str) -> ModuleType:
     return module
 
 
+def load_for(device: jax.Device) -> ModuleType:
+    """Returns the module that serves `device`, its targets registered: what a program with native calls needs."""
+    return load() if device.platform == "cpu" else load_gpu(gpu_platform(device))
+
+
 @dataclasses.dataclass(frozen=True)
 class NativeGroup:
     """A communicator's native side: its handle in the library that made it."""

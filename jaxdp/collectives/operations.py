@@ -8,6 +8,7 @@ on CPU with eight devices: a side effect alone does not order calls, the token d
 
 from __future__ import annotations
 
+import atexit
 import enum
 import functools
 from collections.abc import Sequence
@@ -148,6 +149,13 @@ def bind_chained(group: int, operation: Operation, world: int, lanes: Sequence[j
     return tuple(values), order
 
 
+def wait_for_order(group: int) -> None:
+    """Returns when the programs that this thread has dispatched have made their calls of `group`."""
+    token = dispatch.runtime_tokens.current_tokens.get(CollectiveEffect(group))
+    if token is not None:
+        _failed(token)
+
+
 def forget_order(group: int) -> None:
     """Drops the runtime tokens that a failed or closed communicator left in JAX.
 
@@ -159,6 +167,14 @@ def forget_order(group: int) -> None:
         del tokens.output_runtime_tokens[device]
 
 
+@atexit.register
+def _forget_failures() -> None:
+    """A failure was raised where it happened; JAX would print it again when the process ends."""
+    tokens = dispatch.runtime_tokens.current_tokens
+    for effect in [effect for effect, token in tokens.items() if isinstance(effect, CollectiveEffect) and _failed(token)]:
+        forget_order(effect.group)
+
+
 def _failed(token: Any) -> bool:
     try:
         token.block_until_ready()
@@ -167,9 +183,17 @@ def _failed(token: Any) -> bool:
     return False
 
 
+@jax.custom_batching.custom_vmap
 def tree_sum_leading(x: jax.Array) -> jax.Array:
     """`T` over the leading axis (1, 2, 4 or 8 rows) by the native tree, inside one program."""
     return jax.ffi.ffi_call("jaxdp_tree_sum", jax.ShapeDtypeStruct(x.shape[1:], x.dtype))(x)
+
+
+@tree_sum_leading.def_vmap
+def _tree_sum_of_batch(axis_size: int, in_batched: Sequence[bool], x: jax.Array) -> tuple[jax.Array, bool]:
+    # The batch axis goes last: the sum is elementwise.
+    del axis_size, in_batched
+    return jnp.moveaxis(tree_sum_leading(jnp.moveaxis(x, 0, -1)), -1, 0), True
 
 
 def tree_sum_many(siblings: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:

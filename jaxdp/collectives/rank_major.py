@@ -39,17 +39,28 @@ def run(operation: Operation, world: int, lanes: tuple[jax.Array, ...]) -> tuple
 
 def _all_reduce(axis: str, world: int, x: jax.Array) -> jax.Array:
     del world
-    return tree_sum_leading(jax.lax.all_gather(x, axis))
+    return tree_sum_leading(_restore(jax.lax.all_gather(_words(x), axis), x))
 
 
 def _all_gather(axis: str, world: int, x: jax.Array) -> jax.Array:
-    del world
-    return jax.lax.all_gather(x, axis, tiled=True)
+    if x.size == 0:  # XLA gathers no empty leading axis
+        return jnp.zeros((world * x.shape[0], *x.shape[1:]), x.dtype)
+    return _restore(jax.lax.all_gather(_words(x), axis, tiled=True), x)
 
 
 def _reduce_scatter(axis: str, world: int, x: jax.Array) -> jax.Array:
-    blocks = x.reshape(world, x.shape[0] // world, *x.shape[1:])
-    return tree_sum_leading(jax.lax.all_to_all(blocks, axis, split_axis=0, concat_axis=0))
+    blocks = _words(x).reshape(world, x.shape[0] // world, *x.shape[1:])
+    return tree_sum_leading(_restore(jax.lax.all_to_all(blocks, axis, split_axis=0, concat_axis=0), x))
+
+
+def _words(x: jax.Array) -> jax.Array:
+    """16-bit floats travel as integers: XLA's CPU collectives take bfloat16 through float32, which
+    rewrites the payload of a NaN."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype in (jnp.float16, jnp.bfloat16) else x
+
+
+def _restore(words: jax.Array, like: jax.Array) -> jax.Array:
+    return words if words.dtype == like.dtype else jax.lax.bitcast_convert_type(words, like.dtype)
 
 
 def _barrier(axis: str) -> None:

@@ -53,6 +53,12 @@ TABLES = {
 }
 
 
+def rank_major_table(device_kind: str) -> RouteTable:
+    """The table of the xla transport, which has one way for everything."""
+    lines = (Route("rank-major", None, "the xla transport: XLA moves the bytes, the tree runs locally"),)
+    return RouteTable(device_kind, lines, lines, lines)
+
+
 def table_for(device_kind: str) -> RouteTable:
     """The table of a device kind; a kind without one takes the direct way everywhere."""
     source = f"no table for {device_kind!r}"

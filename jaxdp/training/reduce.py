@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxdp.buckets import Bucket, BucketPlan
+from jaxdp.buckets import Bucket, BucketPlan, plan_buckets
 from jaxdp.collectives import CallChain, DeterministicCollective
 
 # XLA merges all-reduces after the program is written; these keep explicit psum buckets apart.
@@ -113,12 +113,18 @@ def all_reduce_gradients(grads: Any, plan: BucketPlan, *, reducer: Deterministic
         reducer: a `DeterministicCollective` (the strict tree) or a `PsumReducer`.
         weight: this rank's weight, a scalar (number of target tokens); None: every rank counts the same.
 
+    Raises:
+        ValueError: `plan` was made for a tree with other leaves.
+
     Returns:
         The same tree: `T(grads) / T(weight)`, or `T(grads) / world_size` without weight, in each
         leaf's dtype, divided once in float32. Integer and bool leaves are returned as they are.
     """
     if isinstance(reducer, DeterministicCollective):
         reducer = TreeReducer(reducer, reducer)
+    if plan_buckets(grads, plan.maximum_bucket_bytes) != plan:
+        raise ValueError("the plan is for a tree with other names, shapes or dtypes than grads; make it by "
+                         "plan_buckets(grads, maximum_bucket_bytes).")
     sums = sum_gradients(grads, plan, reducer)
     total = jnp.float32(reducer.world_size)
     if weight is not None:

@@ -29,4 +29,9 @@ struct Status {
   std::string text() const { return std::string("jaxdp.") + kind_name(kind) + ": " + message; }
 };
 
+inline Status not_a_member(int device_ordinal) {
+  return {StatusKind::kRankMismatch, "the device with ordinal " + std::to_string(device_ordinal) +
+                                         " is not in the communicator. Run the program on the communicator's devices."};
+}
+
 }  // namespace jaxdp
