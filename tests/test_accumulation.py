@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import optax
 import pytest
+from helpers import ROOT, run_python
 from training_helpers import (
     assert_state,
     batch_of,
@@ -85,3 +86,14 @@ def test_any_number_of_microbatches_gives_the_update_of_the_whole_batch(step_mod
             metrics = trainer.step([batch_of(part) for part in rows], 1)
             digests.add((metrics.gradient_digest, metrics.loss, metrics.tokens))
     assert len(digests) == 1
+
+
+def test_staged_microbatches_are_added_where_no_communicator_has_loaded_the_native_code() -> None:
+    code = """
+import sys; sys.path.insert(0, sys.argv[1])
+from training_helpers import batch_of, config, jaxdp, linear_model
+settings = config(1, reducer="psum", step_mode="staged", accumulation_steps=2)
+with jaxdp.DataParallelTrainer(linear_model({"p": [1.0, 2.0]}), seed=0, config=settings) as trainer:
+    print(trainer.step([batch_of([[0], [1]])], 1).gradient_norm)
+"""
+    assert run_python(code, ROOT / "tests").stdout.split() == ["1.5"]

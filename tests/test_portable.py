@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from helpers import assert_bits_equal, assert_trees_bits_equal, cancelling
 
+from jaxdp.collectives import native
 from jaxdp.collectives.operations import tree_sum_many
 from jaxdp.training.spmd import RowProgram
 from jaxdp.tree import tree_sum
@@ -51,6 +52,7 @@ def test_a_loaded_copy_refuses_arguments_of_another_device(program: RowProgram) 
 
 
 def test_a_copy_of_a_program_with_a_native_call_keeps_the_tree() -> None:
+    native.load()
     x = cancelling(4, 33, "float32")
     program = RowProgram(lambda *rows: tree_sum_many([[row] for row in rows])[0])
     for device in jax.devices()[:3]:

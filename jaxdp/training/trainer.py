@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxdp.buckets import BucketPlan, plan_buckets
-from jaxdp.collectives import Capabilities, DeterministicCollective, create_deterministic_collective
+from jaxdp.collectives import Capabilities, DeterministicCollective, create_deterministic_collective, native
 from jaxdp.collectives.failures import named_failures
 from jaxdp.config import DataParallelConfig
 from jaxdp.errors import BadUse, CommunicatorClosed, ConfigError, NonFiniteGradient, ParameterMismatch
@@ -195,6 +195,7 @@ class DataParallelTrainer:
 
     def _make_collective(self) -> DeterministicCollective | None:
         if self.config.reducer == "psum":
+            native.load_for(self.devices[0])  # microbatches are added by the native tree all the same
             return None
         largest = max([bucket.bytes for bucket in self.plan.buckets] + [64 << 20])
         return create_deterministic_collective(self.devices, capacity_bytes=largest, timeout_s=self.config.timeout_s)
