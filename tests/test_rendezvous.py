@@ -75,6 +75,12 @@ def meet(folder: Path, world_size: int, timeout_s: float = 10.0) -> list[Rendezv
                         for rank in range(world_size)))
 
 
+def late(folder: Path, rank: int) -> Rendezvous:
+    """One of two ranks, after its peer has waited for a while."""
+    time.sleep(0.2)
+    return Rendezvous(context(folder, rank, 2), 10.0)
+
+
 def slot(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.jaxdp"
 
@@ -131,23 +137,20 @@ def test_an_absent_rank_is_named_with_those_that_came(folder: Path) -> None:
 
 
 def test_a_late_rank_is_waited_for(folder: Path) -> None:
-    def late() -> Rendezvous:
-        time.sleep(0.3)
-        return Rendezvous(context(folder, 0, 2), 10.0)
-
-    members = in_threads(late, lambda: Rendezvous(context(folder, 1, 2), 10.0))
+    members = in_threads(lambda: late(folder, 0), lambda: Rendezvous(context(folder, 1, 2), 10.0))
     assert members[0].nonce == members[1].nonce
 
 
-def test_records_of_dead_processes_are_passed_over_and_cleaned(folder: Path) -> None:
+@pytest.mark.parametrize("nonce", [5, 0])  # 0: it died before its rank 0 came
+def test_records_of_dead_processes_are_passed_over_and_cleaned(folder: Path, nonce: int) -> None:
     dead = dead_process()
     for rank in (0, 1):
-        place(folder, rank, dead)
+        place(folder, rank, dead, nonce)
     place(folder, 3, dead, world_size=4)  # of a run with more ranks
     (folder / "0000000000000005-topic-rank-1.jaxdp").write_text("junk")
     (folder / "rank-1.jaxdp.99.tmp.jaxdp").write_text("half a temporary")
     (folder / "not ours").touch()
-    members = meet(folder, 2)
+    members = in_threads(lambda: late(folder, 0), lambda: Rendezvous(context(folder, 1, 2), 10.0))
     assert members[0].nonce == members[1].nonce != 5
     assert sorted(path.name for path in folder.iterdir()) == ["not ours", "rank-0.jaxdp", "rank-1.jaxdp"]
     for member in members:
@@ -169,11 +172,7 @@ def test_an_incomplete_record_is_waited_for_and_then_named(folder: Path, part: f
                                                 rf"\({int(part * len(whole))} bytes\)"):
         Rendezvous(context(folder, 1, 2), 0.2)
 
-    def mend() -> Rendezvous:
-        time.sleep(0.2)
-        return Rendezvous(context(folder, 0, 2), 10.0)
-
-    members = in_threads(mend, lambda: Rendezvous(context(folder, 1, 2), 10.0))
+    members = in_threads(lambda: late(folder, 0), lambda: Rendezvous(context(folder, 1, 2), 10.0))
     assert members[0].nonce == members[1].nonce
 
 
@@ -226,6 +225,19 @@ def test_a_rank_that_dies_after_it_came_is_a_failure_at_once(folder: Path) -> No
     assert time.monotonic() - begin < 5.0
     killer.join()
     child.communicate()
+
+
+def test_a_rank_that_died_before_anybody_saw_it_is_a_failure_at_once(folder: Path,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("secrets.randbits", lambda bits: 5)
+    dead = dead_process()
+    killer = threading.Timer(0.2, lambda: place(folder, 1, dead, nonce=5))
+    killer.start()
+    begin = time.monotonic()
+    with pytest.raises(PeerFailure, match=r"came: 0; came and left or died: 1\."):
+        Rendezvous(context(folder, 0, 2), 30.0)
+    assert time.monotonic() - begin < 5.0
+    killer.join()
 
 
 def test_a_rank_that_leaves_in_an_exchange_fails_the_others_at_once(folder: Path) -> None:

@@ -18,9 +18,9 @@ from jaxdp.ranked.recorder import Outcome, RecorderView
 from jaxdp.ranked.verdict import RankEnd, exit_code, explain, first_cause, hindmost
 
 TICK_S = 0.05
-GRACE_S = 5.0  # for the ranks to notice a failure themselves: a peer's death is noticed within 1 s
+GRACE_S = 3.0  # for the ranks to notice a failure themselves: a peer's death is noticed within 1 s
 REFUSED_GRACE_S = 1.0  # where a rank refused the input, and nothing is lost
-TERMINATE_S = 2.0  # between SIGTERM and SIGKILL
+TERMINATE_S = 3.0  # between SIGTERM and SIGKILL
 STACK_S = 1.0  # for a stuck rank to write its Python stacks
 DRAIN_S = 2.0  # for the last words of ended ranks
 _PATIENT_SIGNALS = 2  # Ctrl-C after these ends the group at once

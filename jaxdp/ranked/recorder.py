@@ -68,7 +68,7 @@ class Recorder:
     def note(self, **changes: object) -> None:
         """Publishes the position with `changes`; what is too long for its field is cut."""
         self._position = position = dataclasses.replace(
-            self._position, count=self._position.count + 1, time_ns=time.monotonic_ns(), **changes)  # pyright: ignore
+            self._position, count=self._position.count + 1, time_ns=time.monotonic_ns(), **changes)  # pyright: ignore[reportArgumentType]
         _NOTE.pack_into(self._memory, _slot(position.count), position.count, position.time_ns, position.step,
                         position.outcome, *(_cut(text, size) for text, size in (
                             (position.phase, 40), (position.collective, 80), (position.sentence, 600))))

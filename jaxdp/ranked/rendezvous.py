@@ -107,8 +107,11 @@ class Rendezvous:
         return tuple(self._came[rank] for rank in range(self.context.world_size))
 
     def _member(self, rank: int) -> Record | None:
-        """The record of `rank` if it has joined this run; takes up rank 0's nonce on the way."""
-        record = self._live_record(rank)
+        """The record of `rank` if it has joined this run and lives; takes up rank 0's nonce on the way."""
+        record = read_record(self._slot(rank))
+        if record is not None and self.nonce and record.get("nonce") == self.nonce:
+            self._came[rank] = _process_of(record)  # noted though it may have died since
+        record = _of_live_process(record)
         if record is None:
             return None
         if record["world_size"] != self.context.world_size:
@@ -117,10 +120,8 @@ class Rendezvous:
         if rank == 0 and self.nonce != record["nonce"]:
             self.nonce = record["nonce"]
             self._publish()
-        if record["nonce"] != self.nonce:
-            return None
-        self._came[rank] = _process_of(record)
-        return record
+            self._came[rank] = _process_of(record)
+        return record if record["nonce"] == self.nonce else None
 
     def _wait_for_all(self, read: Callable[[int], Record | None], timeout_s: float, topic: str) -> tuple[Record, ...]:
         begin = time.monotonic()
