@@ -69,7 +69,6 @@ def test_the_local_transport_lists_its_routes_and_their_sources() -> None:
         assert [(line.name, line.maximum_bytes) for line in getattr(routes, operation)] == [("direct", None)]
 
 
-@pytest.mark.xfail(reason="the local transport's table is shown", strict=True)
 def test_the_xla_transport_claims_no_route_but_rank_major() -> None:
     with open_collective(2, "xla") as collective:
         routes = collective.capabilities.routes

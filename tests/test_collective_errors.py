@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_bits_equal, exactly_summable
-from ranks import TRANSPORTS, Transport, known_fault, open_collective, per_rank, reference
+from ranks import TRANSPORTS, Transport, open_collective, per_rank, reference
 
 from jaxdp import DeterministicCollective, create_deterministic_collective
 from jaxdp.errors import BadUse, CommunicatorClosed, ConfigError
@@ -44,7 +44,6 @@ def test_a_device_may_not_be_two_ranks() -> None:
 ])
 def test_an_option_outside_its_range_is_refused_by_name_and_value(
         option: str, value: Any, request: pytest.FixtureRequest) -> None:
-    known_fault(request, option == "first_sequence", "first_sequence is not checked before it reaches native code")
     with pytest.raises(ConfigError, match=rf"{option} must be .*{re.escape(repr(value))}"):
         create_deterministic_collective(jax.devices()[:2], **{option: value})
 

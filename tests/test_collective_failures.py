@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from helpers import assert_bits_equal, exactly_summable, run_python
 from jax import lax
-from ranks import in_threads, known_fault, open_collective, per_rank, reference
+from ranks import in_threads, open_collective, per_rank, reference
 
 from jaxdp import CollectiveTimeout, DeterministicCollective, RankMismatch, create_deterministic_collective
 from jaxdp.errors import CollectiveError
@@ -173,7 +173,6 @@ def test_a_call_more_on_some_ranks_times_out_naming_its_index(collective: Determ
         per_rank(body, WORLD)(zeros(WORLD, 3))
 
 
-@pytest.mark.xfail(reason="reported as an unnamed INVALID_ARGUMENT", strict=True)
 def test_a_program_on_a_device_outside_the_communicator_is_refused_by_name() -> None:
     with pytest.raises(CollectiveError, match=r"\b4\b"):  # noqa: SIM117
         with create_deterministic_collective(jax.devices()[:4], transport="local", timeout_s=DEADLINE_S) as collective:
@@ -215,6 +214,5 @@ except (jaxdp.CollectiveTimeout, jaxdp.RankMismatch, jaxdp.errors.CommunicatorCl
 ])
 def test_a_failure_that_was_handled_leaves_nothing_to_say_at_exit(
         how: str, name: str, request: pytest.FixtureRequest) -> None:
-    known_fault(request, how == "closed", "a failed token of a program run after close is kept until exit")
     done = run_python(FAILED_PROGRAM, how, XLA_FLAGS="--xla_force_host_platform_device_count=4")
     assert (done.stdout.strip(), done.stderr) == (name, "")

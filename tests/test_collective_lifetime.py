@@ -32,10 +32,6 @@ def thread_count() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-CLOSE_WAITS_FOR_NOBODY = pytest.mark.xfail(reason="close ends calls in flight instead of waiting", strict=True)
-
-
-@CLOSE_WAITS_FOR_NOBODY
 def test_a_close_right_after_large_calls_leaves_their_result_exact() -> None:
     """Each call fills the capacity, 64 MiB a rank; most have not begun when close is called."""
     devices = jax.devices()[:2]
@@ -60,7 +56,6 @@ def close_during_a_call(collective: DeterministicCollective) -> None:
     collective.close()
 
 
-@CLOSE_WAITS_FOR_NOBODY
 def test_close_waits_for_a_call_in_flight_whose_last_rank_is_held() -> None:
     x = exactly_summable(2, 1000, "float32")
     collective = open_collective(2, timeout_s=20.0)
@@ -75,7 +70,6 @@ def test_close_waits_for_a_call_in_flight_whose_last_rank_is_held() -> None:
     assert_bits_equal(np.stack(outcomes), reference("all_reduce", x))
 
 
-@CLOSE_WAITS_FOR_NOBODY
 def test_close_with_a_rank_that_never_comes_leaves_the_wait_its_own_error() -> None:
     collective = open_collective(2, timeout_s=0.5)
     waited, closed = in_threads([lambda: on_device(collective.all_reduce, 0)(np.zeros(3, np.float32)),

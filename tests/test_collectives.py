@@ -27,7 +27,6 @@ from ranks import (
     TRANSPORTS,
     Spmd,
     Transport,
-    known_fault,
     open_collective,
     per_rank,
     reference,
@@ -42,7 +41,6 @@ ROUTE_LIMITS = (256 * KIB, 768 * KIB, 2 * MIB + 128 * KIB)  # the MI300X table's
 BIG = {"float32": 2.0**24, "float16": 2048.0, "bfloat16": 256.0}
 BLOCKS = [(3, (5,)), (1, ()), (1, (3, 7))]  # the leading axis over the world size, and the other axes
 NAN = {"float32": 0x7FC00000, "float16": 0x7E00, "bfloat16": 0x7FC0}
-BFLOAT16_BY_XLA = "XLA's CPU collectives take a bfloat16 through float32, which rewrites the payload of a NaN"
 
 pytestmark = pytest.mark.parametrize("transport", TRANSPORTS)
 
@@ -94,7 +92,6 @@ def test_every_operation_has_the_tree_s_bits_in_every_shape(
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_empty_arrays_keep_their_shape_and_dtype(
         operation: str, transport: Transport, request: pytest.FixtureRequest) -> None:
-    known_fault(request, (operation, transport) == ("all_gather", "xla"), "XLA gathers no empty leading axis")
     inputs = [np.zeros((4, *shape), np.float16) for shape in [(0,), (0, 3), (4, 0)]]
     with open_collective(4, transport) as collective:
         outputs = per_rank(lambda lanes: [getattr(collective, operation)(lane) for lane in lanes], 4)(inputs)
@@ -213,7 +210,6 @@ def test_a_nan_sum_is_the_canonical_nan(world_size: int, dtype: str, transport: 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_rank_copies_bits_payload_included(
         dtype: str, transport: Transport, request: pytest.FixtureRequest) -> None:
-    known_fault(request, (dtype, transport) == ("bfloat16", "xla"), BFLOAT16_BY_XLA)
     sign = 1 << (8 * numpy_dtype(dtype).itemsize - 1)
     signalling = NAN[dtype] - (NAN[dtype] & -NAN[dtype]) + 1
     x = from_bits([[NAN[dtype] | 1, NAN[dtype] | sign, signalling, sign, 1]], dtype)
@@ -226,7 +222,6 @@ def test_one_rank_copies_bits_payload_included(
 @pytest.mark.parametrize("world_size", [2, 8])
 def test_all_gather_copies_the_bits_of_every_dtype(
         world_size: int, transport: Transport, request: pytest.FixtureRequest) -> None:
-    known_fault(request, transport == "xla", BFLOAT16_BY_XLA)
     floats = [*map(numpy_dtype, DTYPES), np.dtype(ml_dtypes.float8_e4m3fn)]
     integers = [np.int8, np.uint16, np.int32]
     inputs = [telling((world_size, 3, 5), f, 1) for f in floats[:3]]
@@ -247,7 +242,6 @@ def test_all_gather_copies_the_bits_of_every_dtype(
 def test_all_gather_of_four_bit_integers_is_right_or_refused(
         transport: Transport, request: pytest.FixtureRequest) -> None:
     """XLA packs two to a byte. In a process of its own, because a copy of too many bytes breaks the heap."""
-    known_fault(request, transport == "local", "a byte is copied for each element, past the end of the packed result")
     code = """
 import sys, jax, jax.numpy as jnp, jaxdp
 with jaxdp.create_deterministic_collective(jax.devices()[:4], transport=sys.argv[1]) as collective:

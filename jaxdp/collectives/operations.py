@@ -171,7 +171,8 @@ def forget_order(group: int) -> None:
 def _forget_failures() -> None:
     """A failure was raised where it happened; JAX would print it again when the process ends."""
     tokens = dispatch.runtime_tokens.current_tokens
-    for effect in [effect for effect, token in tokens.items() if isinstance(effect, CollectiveEffect) and _failed(token)]:
+    ours = [(effect, token) for effect, token in tokens.items() if isinstance(effect, CollectiveEffect)]
+    for effect in [effect for effect, token in ours if _failed(token)]:
         forget_order(effect.group)
 
 
