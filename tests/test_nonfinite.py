@@ -128,15 +128,13 @@ def test_only_the_bad_rank_has_a_non_finite_loss(skipping: Any) -> None:
     assert [math.isfinite(loss) for loss in report.rank_losses] == [True, True, False, True]
 
 
-def test_the_decision_costs_no_collective_of_its_own(skipping: Any) -> None:
-    trainer, initial = skipping
-    if trainer.capabilities is None:
-        pytest.skip("the psum reducer has no call counter")
-    trainer.load_state_tensors(initial, 0)
-    counts = [collective_calls(trainer)]
-    for step, inputs in ((1, CLEAN), (2, batches(NAN, GOOD, GOOD, GOOD))):
-        trainer.step(inputs, step)
-        counts.append(collective_calls(trainer))
+@pytest.mark.parametrize("step_mode", ["fused", "staged"])
+def test_the_decision_costs_no_collective_of_its_own(step_mode: str) -> None:
+    with make_trainer(step_mode=step_mode, on_nonfinite="skip") as trainer:
+        counts = [collective_calls(trainer)]
+        for step, inputs in ((1, CLEAN), (2, batches(NAN, GOOD, GOOD, GOOD))):
+            trainer.step(inputs, step)
+            counts.append(collective_calls(trainer))
     per_step = [np.subtract(after, before).tolist() for before, after in itertools.pairwise(counts)]
     assert per_step[0] == per_step[1] == [len(trainer.plan.buckets) + 1] * WORLD
 

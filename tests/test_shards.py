@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from helpers import WORLD_SIZES, assert_trees_bits_equal
+from helpers import assert_trees_bits_equal
 from training_helpers import (
     assert_state,
     config,
@@ -27,6 +27,9 @@ from jaxdp.training.shards import SiblingTree
 SHARDS = 8
 STEPS = (1, 2, 3)
 
+State = Mapping[str, np.ndarray]
+TrainerAt = Callable[[int], jaxdp.DataParallelTrainer]
+
 
 def hard_trainer(world: int) -> jaxdp.DataParallelTrainer:
     """`tiny` with what could tell world sizes apart: dropout, microbatches, clipping, uneven tokens, small buckets."""
@@ -37,30 +40,36 @@ def hard_trainer(world: int) -> jaxdp.DataParallelTrainer:
 
 
 @pytest.fixture(scope="module")
-def trainers() -> Iterator[dict[int, jaxdp.DataParallelTrainer]]:
+def trainer_at() -> Iterator[TrainerAt]:
+    """The trainer of a world size, made when it is first asked for."""
+    made: dict[int, jaxdp.DataParallelTrainer] = {}
     with contextlib.ExitStack() as stack:
-        yield {world: stack.enter_context(hard_trainer(world)) for world in WORLD_SIZES}
+        def get(world: int) -> jaxdp.DataParallelTrainer:
+            if world not in made:
+                made[world] = stack.enter_context(hard_trainer(world))
+            return made[world]
+
+        yield get
 
 
 @pytest.fixture(scope="module")
-def initial(trainers: dict[int, jaxdp.DataParallelTrainer]) -> Mapping[str, np.ndarray]:
+def initial(trainer_at: TrainerAt) -> State:
     """The state before the first step; tests share the trainers and start from here."""
-    return saved_state(trainers[1])
+    return saved_state(trainer_at(1))
 
 
 @pytest.fixture(scope="module")
-def at_one(trainers: dict[int, jaxdp.DataParallelTrainer],
-           initial: Mapping[str, np.ndarray]) -> list[jaxdp.StepMetrics]:
-    return run(trainers[1], initial, STEPS)
+def at_one(trainer_at: TrainerAt, initial: State) -> list[jaxdp.StepMetrics]:
+    return run(trainer_at(1), initial, STEPS)
 
 
 @pytest.fixture(scope="module")
-def final(trainers: dict[int, jaxdp.DataParallelTrainer], at_one: list[jaxdp.StepMetrics]) -> Mapping[str, np.ndarray]:
+def final(trainer_at: TrainerAt, at_one: list[jaxdp.StepMetrics]) -> State:
     del at_one
-    return saved_state(trainers[1])
+    return saved_state(trainer_at(1))
 
 
-def run(trainer: jaxdp.DataParallelTrainer, state: Mapping[str, np.ndarray], steps: Any) -> list[jaxdp.StepMetrics]:
+def run(trainer: jaxdp.DataParallelTrainer, state: State, steps: Any) -> list[jaxdp.StepMetrics]:
     trainer.load_state_tensors(state, steps[0] - 1)
     return [trainer.step([ragged_batch(part, step) for part in range(SHARDS)], step) for step in steps]
 
@@ -70,51 +79,48 @@ def invariant(metrics: jaxdp.StepMetrics) -> tuple[Any, ...]:
             metrics.gradient_digest, metrics.parameter_digest)
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
-def test_every_step_has_the_same_bits_at_every_world_size(
-        world: int, trainers: dict[int, jaxdp.DataParallelTrainer], initial: Mapping[str, np.ndarray],
-        at_one: list[jaxdp.StepMetrics], final: Mapping[str, np.ndarray]) -> None:
-    metrics = run(trainers[world], initial, STEPS)
-    assert list(map(invariant, metrics)) == list(map(invariant, at_one))
-    assert_state(trainers[world], final)
-    for rank in rank_parameters(trainers[world])[1:]:
-        assert_trees_bits_equal(rank, trainers[world].parameters())
-
-
-def test_the_run_compared_clips_drops_and_weighs(at_one: list[jaxdp.StepMetrics],
-                                                 trainers: dict[int, jaxdp.DataParallelTrainer],
-                                                 initial: Mapping[str, np.ndarray]) -> None:
-    """The canary of the test above: each feature is really at work in it."""
+def test_the_run_compared_clips_drops_and_weighs(at_one: list[jaxdp.StepMetrics], trainer_at: TrainerAt,
+                                                 initial: State, final: State) -> None:
+    """The canary of the tests below: each feature is really at work in it."""
+    del final  # taken before this test moves the trainer
     assert all(metrics.gradient_norm > 0.2 for metrics in at_one)
     shards = [np.count_nonzero(ragged_batch(part, 1)["targets"] != -1) for part in range(SHARDS)]
     assert len(set(shards)) > 1
     assert at_one[0].tokens == sum(shards)
-    trainers[1].load_state_tensors(initial, 0)
-    again = trainers[1].step([ragged_batch(part, 1) for part in range(SHARDS)], 2)
+    trainer_at(1).load_state_tensors(initial, 0)
+    again = trainer_at(1).step([ragged_batch(part, 1) for part in range(SHARDS)], 2)
     assert again.loss != at_one[0].loss  # another step, another dropout mask
 
 
-def test_a_run_goes_on_at_another_world_size(trainers: dict[int, jaxdp.DataParallelTrainer],
-                                             initial: Mapping[str, np.ndarray], at_one: list[jaxdp.StepMetrics],
-                                             final: Mapping[str, np.ndarray]) -> None:
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_every_step_has_the_same_bits_at_every_world_size(world: int, trainer_at: TrainerAt, initial: State,
+                                                          at_one: list[jaxdp.StepMetrics], final: State) -> None:
+    metrics = run(trainer_at(world), initial, STEPS)
+    assert list(map(invariant, metrics)) == list(map(invariant, at_one))
+    assert_state(trainer_at(world), final)
+    for rank in rank_parameters(trainer_at(world))[1:]:
+        assert_trees_bits_equal(rank, trainer_at(world).parameters())
+
+
+def test_a_run_goes_on_at_another_world_size(trainer_at: TrainerAt, initial: State, at_one: list[jaxdp.StepMetrics],
+                                             final: State) -> None:
     state, metrics = initial, []
     for step, world in ((1, 8), (2, 2), (3, 4)):
-        metrics += run(trainers[world], state, [step])
-        state = trainers[world].state_tensors()
+        metrics += run(trainer_at(world), state, [step])
+        state = trainer_at(world).state_tensors()
     assert list(map(invariant, metrics)) == list(map(invariant, at_one))
-    assert_state(trainers[4], final)
+    assert_state(trainer_at(4), final)
 
 
-def test_nothing_in_the_state_names_the_world(trainers: dict[int, jaxdp.DataParallelTrainer]) -> None:
-    shapes = [{name: (x.shape, x.dtype) for name, x in trainer.state_tensors().items()}
-              for trainer in trainers.values()]
-    assert all(shape == shapes[0] for shape in shapes)
+def test_nothing_in_the_state_names_the_world(trainer_at: TrainerAt) -> None:
+    one, eight = ({name: (x.shape, x.dtype) for name, x in trainer_at(world).state_tensors().items()}
+                  for world in (1, 8))
+    assert one == eight
 
 
-def test_the_evaluation_loss_is_one_number_at_world_1_and_8(trainers: dict[int, jaxdp.DataParallelTrainer],
-                                                               final: Mapping[str, np.ndarray]) -> None:
+def test_the_evaluation_loss_is_one_number_at_world_1_and_8(trainer_at: TrainerAt, final: State) -> None:
     results = set()
-    for trainer in (trainers[1], trainers[8]):
+    for trainer in (trainer_at(1), trainer_at(8)):
         trainer.load_state_tensors(final, 3)
         results.add(trainer.evaluate([ragged_batch(part, 9) for part in range(5)]))
     assert len(results) == 1
