@@ -21,6 +21,7 @@ TICK_S = 0.05
 GRACE_S = 3.0  # for the ranks to notice a failure themselves: a peer's death is noticed within 1 s
 REFUSED_GRACE_S = 1.0  # where a rank refused the input, and nothing is lost
 TERMINATE_S = 3.0  # between SIGTERM and SIGKILL
+START_UP_S = 60.0  # the least allowed to a rank that starts or compiles, which load can make slow
 STACK_S = 1.0  # for a stuck rank to write its Python stacks
 DRAIN_S = 2.0  # for the last words of ended ranks
 _PATIENT_SIGNALS = 2  # Ctrl-C after these ends the group at once
@@ -33,8 +34,9 @@ def launch(command: Sequence[str], world_size: int, *, platform: str, timeout_s:
     0 all done; 143 and 130 as rank 0 says after a stop that was asked for; 2 if a rank refused the
     input; else 1. A rank's stderr appears on this process's, each line after `rank N: `; rank 0's
     stdout is this process's. When a rank fails the others end within seconds, and the first cause is
-    the first thing that is told. A rank that makes no progress for `timeout_s` is a failure. SIGTERM
-    and Ctrl-C go to rank 0. When it returns, or is killed, no rank is left. Call it in the main thread.
+    told before its consequences. A rank that stays in one phase for `timeout_s` is a failure (until
+    its first update is done, for `START_UP_S` if that is more). SIGTERM and Ctrl-C go to rank 0. When
+    it returns, or is killed, no rank is left. Call it in the main thread.
 
     Raises `ConfigError` for a device list shorter than `world_size`, with nothing started.
     """
@@ -145,11 +147,13 @@ class _Group:
                 self._terminate(time.monotonic())
 
     def _look_for_stuck(self, now: float) -> None:
-        floor_ns = int(self._awake_since * 1e9)
-        limit_ns = time.monotonic_ns() - int(self._timeout_s * 1e9)
         living = self._living()
-        if any(max(child.view.read().time_ns, floor_ns) < limit_ns for child in living):
-            self._name_stuck(living, f"made no progress for {self._timeout_s:g} s")
+        idle_s = [(position, now - max(position.time_ns / 1e9, self._awake_since))
+                  for position in (child.view.read() for child in living)]
+        overdue = [seconds for position, seconds in idle_s
+                   if seconds > (max(self._timeout_s, START_UP_S) if position.is_starting else self._timeout_s)]
+        if overdue:
+            self._name_stuck(living, f"made no progress for {max(overdue):.0f} s")
             self._failing_since = now - GRACE_S  # they had their time
 
     def _name_stuck(self, living: Sequence[Child], what: str) -> None:

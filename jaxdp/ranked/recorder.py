@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 RECORDER_VARIABLE = "JAXDP_FLIGHT_RECORDER"
+FIRST_UPDATE = "first update"  # the phase that compiles
 
 _COUNT = struct.Struct("<Q")
 _NOTE = struct.Struct("<QqqB40s80s600s")
@@ -50,6 +51,11 @@ class Position:
     phase: str = "starting"
     collective: str = ""
     sentence: str = ""
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether the rank still imports, loads, meets its peers or compiles."""
+        return self.step == 0 or self.phase == FIRST_UPDATE
 
     def __str__(self) -> str:
         where = f"step {self.step}, phase {self.phase}" if self.step else f"phase {self.phase}"

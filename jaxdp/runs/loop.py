@@ -57,7 +57,7 @@ class Loop:
     def _do_step(self, step: int) -> None:
         recorder.note("batches", step)
         batches = self._batches()
-        recorder.note("update")
+        recorder.note("update" if step != self.first_step else recorder.FIRST_UPDATE)
         try:
             metrics = self._trainer.step(batches, step)
         except StepFailure as failure:

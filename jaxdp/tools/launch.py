@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from jaxdp.errors import BadUse, ConfigError
 from jaxdp.ranked.launch import launch as launch_ranks
@@ -43,6 +42,8 @@ def launch(arguments: Sequence[str]) -> int:
 
 def _split(words: list[str]) -> tuple[list[str], list[str]]:
     if "--" not in words:
+        if "train" in words:
+            raise BadUse(f"-- must stand before train; got {PROGRAM} {' '.join(words)}.")
         return words, []
     middle = words.index("--")
     return words[:middle], words[middle + 1:]
