@@ -97,6 +97,32 @@ def _compare(arguments: Arguments) -> int:
     return compare(options)
 
 
+def _prove(arguments: Arguments) -> int:
+    from jaxdp.runs.flags import named_by_flag, parse
+    from jaxdp.tools.options import ProveOptions
+
+    options = parse(ProveOptions, "jaxdp prove", arguments)
+    from jaxdp.tools.prove import prove
+
+    try:
+        return prove(options)
+    except ConfigError as error:
+        raise named_by_flag(error, ProveOptions) from None
+
+
+def _replay(arguments: Arguments) -> int:
+    from jaxdp.runs.flags import named_by_flag, parse
+    from jaxdp.tools.options import ReplayOptions
+
+    options = parse(ReplayOptions, "jaxdp replay", arguments)
+    from jaxdp.tools.replay import replay
+
+    try:
+        return replay(options)
+    except ConfigError as error:
+        raise named_by_flag(error, ReplayOptions) from None
+
+
 def _doctor(arguments: Arguments) -> int:
     from jaxdp.runs.flags import parse
     from jaxdp.tools.options import DoctorOptions
@@ -137,6 +163,8 @@ COMMANDS = {
     "train": Command("train a model and leave a run package", _train),
     "launch": Command("train with one process a rank on this node", _launch),
     "compare": Command("the first step and parameter at which two runs or checkpoints differ", _compare),
+    "prove": Command("the same bits at every world size, bucket limit and transport, over a stop: the matrix", _prove),
+    "replay": Command("one step of a run done again, its loss and digests compared with the record", _replay),
     "sample": Command("text from a checkpoint of a byte-level model", _sample),
     "trace": Command("a run's trace in the Chrome/Perfetto form", _trace),
     "doctor": Command("devices, native library, shared memory, versions, determinism flags", _doctor),

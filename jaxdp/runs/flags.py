@@ -101,13 +101,23 @@ def _description(config: type) -> str:
 
 
 def _add_flag(group: Any, field: _Field) -> None:
-    default = "" if field.default is None else f" (default: {field.default})"
+    default = "" if field.default is None else f" (default: {_shown(field.default)})"
     text = (field.flag.help + default).replace("%", "%%")
     if field.kind is bool:
         group.add_argument(flag_name(field.name), action=argparse.BooleanOptionalAction, help=text)
     else:
         names = [flag_name(field.name)] if field.flag.short is None else [field.flag.short, flag_name(field.name)]
-        group.add_argument(*names, help=text, metavar=field.flag.metavar or _metavar(field.kind))
+        group.add_argument(*names, help=text, metavar=field.flag.metavar or _metavar(_element(field.kind)),
+                           nargs=None if field.kind is _element(field.kind) else "+")
+
+
+def _shown(default: Any) -> str:
+    return " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+
+
+def _element(kind: Any) -> Any:
+    """What one word of a flag is: `int` of the kind `tuple[int, ...]`, which takes several, and of `int`."""
+    return typing.get_args(kind)[0] if typing.get_origin(kind) is tuple else kind
 
 
 def _metavar(kind: Any) -> str:
@@ -132,6 +142,9 @@ def _without_none(kind: Any) -> Any:
 
 
 def _convert(field: _Field, text: Any) -> Any:
+    if isinstance(text, list):
+        one = dataclasses.replace(field, kind=_element(field.kind))
+        return tuple(_convert(one, word) for word in text)
     if typing.get_origin(field.kind) is Literal:
         choices = typing.get_args(field.kind)
         if text not in choices:
@@ -149,7 +162,7 @@ def _convert(field: _Field, text: Any) -> Any:
 def _normalize(arguments: Sequence[str], fields: Sequence[_Field]) -> list[str]:
     """Folds the value of a boolean flag into it, and a negative number into its flag."""
     booleans = {flag_name(field.name) for field in fields if field.kind is bool}
-    valued = {flag_name(field.name) for field in fields} - booleans
+    valued = {flag_name(field.name) for field in fields if field.kind is _element(field.kind)} - booleans
     words: list[str] = []
     for word in _split_booleans(arguments, booleans):
         previous = words[-1] if words else ""

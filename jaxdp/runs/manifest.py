@@ -53,8 +53,13 @@ def write(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 def read(folder: Path) -> dict[str, Any] | None:
     """The manifest in `folder`, or None where there is none that can be read."""
+    return read_file(folder / MANIFEST_FILE)
+
+
+def read_file(path: Path) -> dict[str, Any] | None:
+    """The manifest of a run's latest or an earlier start, or None where it cannot be read."""
     try:
-        manifest = strict_json.loads((folder / MANIFEST_FILE).read_bytes())
+        manifest = strict_json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
     return manifest if isinstance(manifest, dict) else None

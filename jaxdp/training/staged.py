@@ -114,14 +114,13 @@ class StagedStep:
             return 0.0
         watch = Stopwatch()
         with Compilation(self._devices) as compilation:
-            for batch in new.values():
-                stats, gradients = self._prepare_gradient(compilation, batch)
+            results = [self._prepare_gradient(compilation, batch) for batch in new.values()]
             if not self._warm:
-                self._prepare_rest(compilation, stats, gradients)
+                self._prepare_rest(compilation, *results[0])
         self._warm.update(new)
         return watch.lap()
 
-    def _prepare_gradient(self, compilation: Compilation, batch: Batch) -> Any:
+    def _prepare_gradient(self, compilation: Compilation, batch: Batch) -> tuple[Any, Any]:
         """The shapes of one part's stats and gradients."""
         piece = {name: np.split(np.asarray(x), self._rules.accumulation_steps)[0] for name, x in batch.items()}
         inputs = on_device(piece, self._devices[0])
