@@ -27,7 +27,10 @@ FLAGS = ["-std=c++20", "-O1", "-g1", "-Wall", "-Wextra", "-Werror", "-ffp-contra
          "-DJAXDP_TEST_HOOKS", f"-I{ROOT / 'ffi' / 'include'}", f"-I{HERE}"]
 RACE = 66  # ThreadSanitizer's exit code
 
-pytestmark = pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"no C++ compiler {COMPILER!r}")
+pytestmark = [
+    pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"no C++ compiler {COMPILER!r}"),
+    pytest.mark.timeout(170),  # the first test of a build compiles it: 25 s of one core, more on a busy machine
+]
 
 
 @dataclasses.dataclass(frozen=True)
