@@ -4,6 +4,8 @@
 #   make test    build, then run the whole test suite               (PYTEST_ARGS="...")
 #   make lint    ruff and pyright
 #   make docs    the documentation as a site, in site/
+#   make bench   the collectives and the step beside XLA's own      (WORLD=...)
+#   make cuda    build with the kernels for sm_90; needs CUDA's nvcc, no GPU
 #
 # PYTHON=python3.12 picks the interpreter, VENV=folder the environment.
 
@@ -12,12 +14,13 @@ VENV ?= .venv
 STEPS ?= 400
 TRAIN_ARGS ?=
 PYTEST_ARGS ?=
+WORLD ?= 4
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 NATIVE_SOURCES := $(shell find ffi -type f)
 
-.PHONY: help train test lint docs
+.PHONY: help train test lint docs bench cuda
 .DELETE_ON_ERROR:
 
 help:
@@ -38,6 +41,20 @@ lint: $(VENV)/.installed
 
 docs: $(VENV)/.documentation-tools
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+bench: $(VENV)/.installed
+	$(BIN)/python bench/collectives.py --world $(WORLD) --platform cpu
+	$(BIN)/python bench/step.py --world $(WORLD) --platform cpu
+
+# The next change of a native source builds for the GPU that this machine has, as make test does.
+cuda: $(VENV)/.installed-cuda
+	$(BIN)/python -c 'import jaxdp._cuda as library; print(library.__file__)'
+
+$(VENV)/.installed-cuda: $(VENV)/.created pyproject.toml $(NATIVE_SOURCES)
+	@command -v nvcc > /dev/null || [ -x /usr/local/cuda/bin/nvcc ] || \
+		{ echo "no nvcc: install the CUDA toolkit (13 or newer) and put nvcc on the PATH"; exit 1; }
+	JAXDP_GPU=cuda $(PIP) install --editable '.[dev,corpus,plot]'
+	@touch $@ $(VENV)/.installed
 
 # An editable install: Python sources are live, the native library is rebuilt when its sources change.
 $(VENV)/.installed: $(VENV)/.created pyproject.toml $(NATIVE_SOURCES)
