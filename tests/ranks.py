@@ -121,20 +121,16 @@ def known_fault(request: pytest.FixtureRequest, present: bool, reason: str) -> N
         request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
 
 
-def telling(shape: tuple[int, ...], dtype: np.dtype[Any], seed: int, payloads: bool = True) -> np.ndarray:
+def telling(shape: tuple[int, ...], dtype: np.dtype[Any], seed: int) -> np.ndarray:
     """Values that show a wrong order, a wider add, a flushed subnormal, a lost sign or a kept payload.
 
-    A third are random bit patterns (NaNs with payloads among them, without `payloads` the canonical one
-    alone), a third signed zeros, subnormals, extremes and infinities, a third ordinary numbers of both
-    signs and many exponents.
+    A third are random bit patterns (NaNs with payloads among them), a third signed zeros, subnormals,
+    extremes and infinities, a third ordinary numbers of both signs and many exponents.
     """
     generator = np.random.default_rng(seed)
     count = math.prod(shape)
     unsigned = np.dtype(f"u{dtype.itemsize}")
     random = generator.integers(0, np.iinfo(unsigned).max, count, unsigned, endpoint=True).view(dtype)
-    if not payloads:
-        with np.errstate(invalid="ignore"):  # NumPy warns of a signalling NaN
-            random = np.where(np.isnan(random), dtype.type(np.nan), random)
     limits = ml_dtypes.finfo(dtype)
     magnitudes = [0.0, limits.smallest_subnormal, limits.tiny, limits.max, np.inf, 1.0]
     special = np.array([sign * float(value) for value in magnitudes for sign in (1.0, -1.0)]).astype(dtype)

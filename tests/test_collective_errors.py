@@ -42,8 +42,7 @@ def test_a_device_may_not_be_two_ranks() -> None:
     *(("capacity_bytes", value) for value in (0, -1, True, 1.5, "64", None)),
     *(("first_sequence", value) for value in (-1, 2**64, 1.5, "1")),
 ])
-def test_an_option_outside_its_range_is_refused_by_name_and_value(
-        option: str, value: Any, request: pytest.FixtureRequest) -> None:
+def test_an_option_outside_its_range_is_refused_by_name_and_value(option: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"{option} must be .*{re.escape(repr(value))}"):
         create_deterministic_collective(jax.devices()[:2], **{option: value})
 

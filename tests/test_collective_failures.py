@@ -212,7 +212,6 @@ except (jaxdp.CollectiveTimeout, jaxdp.RankMismatch, jaxdp.errors.CommunicatorCl
     ("timeout", "CollectiveTimeout"), ("mismatch", "RankMismatch"), ("poisoned", "CollectiveTimeout"),
     ("closed", "CommunicatorClosed"),
 ])
-def test_a_failure_that_was_handled_leaves_nothing_to_say_at_exit(
-        how: str, name: str, request: pytest.FixtureRequest) -> None:
+def test_a_failure_that_was_handled_leaves_nothing_to_say_at_exit(how: str, name: str) -> None:
     done = run_python(FAILED_PROGRAM, how, XLA_FLAGS="--xla_force_host_platform_device_count=4")
     assert (done.stdout.strip(), done.stderr) == (name, "")

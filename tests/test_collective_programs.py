@@ -199,8 +199,7 @@ def test_a_checkpointed_call_without_a_gradient_is_made_once(x: np.ndarray, tran
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_vmap_is_one_call_with_the_bits_of_each_element(
-        operation: str, transport: Transport, request: pytest.FixtureRequest) -> None:
+def test_vmap_is_one_call_with_the_bits_of_each_element(operation: str, transport: Transport) -> None:
     x = cancelling(WORLD, 24, "float32").reshape(WORLD, 3, 8)
     output = run(transport, lambda c, x: jax.vmap(getattr(c, operation))(x), x, expected_calls=1)
     assert_bits_equal(output, np.stack([reference(operation, x[:, i]) for i in range(3)], axis=1))

@@ -50,11 +50,6 @@ def from_bits(patterns: Any, dtype: str) -> np.ndarray:
     return np.array(patterns, f"u{target.itemsize}").view(target)
 
 
-def values(transport: Transport, shape: tuple[int, ...], dtype: str, seed: int) -> np.ndarray:
-    """`telling` bits. XLA's own copies keep no payload of a bfloat16 NaN, which has tests of its own below."""
-    return telling(shape, numpy_dtype(dtype), seed, payloads=transport == "local")
-
-
 def columns(values: list[float], dtype: str) -> np.ndarray:
     """One element a rank: `values[rank]`."""
     return np.array(values, numpy_dtype(dtype)).reshape(-1, 1)
@@ -67,7 +62,7 @@ def all_reduced(x: np.ndarray, transport: Transport, spmd: Spmd = "pmap") -> np.
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_short_length_of_every_dtype_has_the_tree_s_bits(world_size: int, transport: Transport) -> None:
-    inputs = [values(transport, (world_size, n), dtype, n) for n in TAILS[transport] for dtype in DTYPES]
+    inputs = [telling((world_size, n), numpy_dtype(dtype), n) for n in TAILS[transport] for dtype in DTYPES]
     with open_collective(world_size, transport) as collective:
         sums = per_rank(lambda lanes: [collective.all_reduce(lane) for lane in lanes], world_size)(inputs)
     for x, total in zip(inputs, sums, strict=True):
@@ -81,7 +76,7 @@ def test_every_operation_has_the_tree_s_bits_in_every_shape(
         world_size: int, spmd: Spmd, operation: str, transport: Transport) -> None:
     blocks = BLOCKS if transport == "local" else BLOCKS[:1]
     shapes = [(world_size, world_size * n, *tail) for n, tail in blocks]
-    inputs = [values(transport, shape, dtype, len(shape)) for shape in shapes for dtype in DTYPES]
+    inputs = [telling(shape, numpy_dtype(dtype), len(shape)) for shape in shapes for dtype in DTYPES]
     with open_collective(world_size, transport) as collective:
         outputs = per_rank(lambda lanes: [getattr(collective, operation)(lane) for lane in lanes],
                            world_size, spmd)(inputs)
@@ -90,8 +85,7 @@ def test_every_operation_has_the_tree_s_bits_in_every_shape(
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_empty_arrays_keep_their_shape_and_dtype(
-        operation: str, transport: Transport, request: pytest.FixtureRequest) -> None:
+def test_empty_arrays_keep_their_shape_and_dtype(operation: str, transport: Transport) -> None:
     inputs = [np.zeros((4, *shape), np.float16) for shape in [(0,), (0, 3), (4, 0)]]
     with open_collective(4, transport) as collective:
         outputs = per_rank(lambda lanes: [getattr(collective, operation)(lane) for lane in lanes], 4)(inputs)
@@ -208,8 +202,7 @@ def test_a_nan_sum_is_the_canonical_nan(world_size: int, dtype: str, transport: 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_rank_copies_bits_payload_included(
-        dtype: str, transport: Transport, request: pytest.FixtureRequest) -> None:
+def test_one_rank_copies_bits_payload_included(dtype: str, transport: Transport) -> None:
     sign = 1 << (8 * numpy_dtype(dtype).itemsize - 1)
     signalling = NAN[dtype] - (NAN[dtype] & -NAN[dtype]) + 1
     x = from_bits([[NAN[dtype] | 1, NAN[dtype] | sign, signalling, sign, 1]], dtype)
@@ -220,8 +213,7 @@ def test_one_rank_copies_bits_payload_included(
 
 
 @pytest.mark.parametrize("world_size", [2, 8])
-def test_all_gather_copies_the_bits_of_every_dtype(
-        world_size: int, transport: Transport, request: pytest.FixtureRequest) -> None:
+def test_all_gather_copies_the_bits_of_every_dtype(world_size: int, transport: Transport) -> None:
     floats = [*map(numpy_dtype, DTYPES), np.dtype(ml_dtypes.float8_e4m3fn)]
     integers = [np.int8, np.uint16, np.int32]
     inputs = [telling((world_size, 3, 5), f, 1) for f in floats[:3]]
@@ -239,8 +231,7 @@ def test_all_gather_copies_the_bits_of_every_dtype(
         assert_bits_equal(output, gathered, str(x.dtype))
 
 
-def test_all_gather_of_four_bit_integers_is_right_or_refused(
-        transport: Transport, request: pytest.FixtureRequest) -> None:
+def test_all_gather_of_four_bit_integers_is_right_or_refused(transport: Transport) -> None:
     """XLA packs two to a byte. In a process of its own, because a copy of too many bytes breaks the heap."""
     code = """
 import sys, jax, jax.numpy as jnp, jaxdp
@@ -258,7 +249,7 @@ with jaxdp.create_deterministic_collective(jax.devices()[:4], transport=sys.argv
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_many_lanes_in_one_call_have_the_bits_of_one_call_each(world_size: int, transport: Transport) -> None:
-    inputs = [values(transport, (world_size, world_size * n, 3), dtype, n) for n in (1, 7) for dtype in DTYPES]
+    inputs = [telling((world_size, world_size * n, 3), numpy_dtype(dtype), n) for n in (1, 7) for dtype in DTYPES]
     with open_collective(world_size, transport) as collective:
         many = per_rank(lambda lanes: {
             "all_reduce": collective.all_reduce_many(lanes),
