@@ -81,7 +81,7 @@ class DeterministicCollective:
         self._check_capacity(Operation.ALL_GATHER, [x])
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return self._run(Operation.ALL_GATHER, (x,))[0]
-        return _differentiable(self, Operation.ALL_GATHER, (x,))[0]
+        return list(_differentiable(self, Operation.ALL_GATHER, (x,)))[0]  # noqa: RUF015
 
     def reduce_scatter(self, x: Any) -> jax.Array:
         """`(W*n, ...)` to `(n, ...)`: rank r keeps block r of `T`."""

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import core, dispatch, effects
 from jax._src.interpreters import batching, mlir
-from jax._src.lib.mlir import ir
+from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import hlo
 
 
@@ -85,8 +85,8 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: ir.Value, group: int, opera
     results = [ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(aval.dtype)) for aval in ctx.avals_out]
     integer = {"group": (64, group), "operation": (32, int(operation)), "world": (32, world),
                "lanes": (32, len(operands))}
-    attributes = {name: ir.IntegerAttr.get(ir.IntegerType.get_signless(bits), value)
-                  for name, (bits, value) in integer.items()}
+    attributes: dict[str, Any] = {name: ir.IntegerAttr.get(ir.IntegerType.get_signless(bits), value)
+                                  for name, (bits, value) in integer.items()}
     attributes["divided"] = ir.BoolAttr.get(False)
     attributes["signature"] = ir.StringAttr.get(signature(operation, ctx.avals_in))
     call = mlir.custom_call(

@@ -78,8 +78,8 @@ def _sentence(outcome: Outcome) -> str:
 
 def _table(outcomes: Sequence[Outcome]) -> Table:
     """At most 80 columns wide; a section for each group."""
-    table = Table("cell", "loss", "gradient", "params", "verdict", box=box.SIMPLE, pad_edge=False, collapse_padding=True,
-                  title=f"after step {outcomes[0].records[-1]['step']}; every step is compared")
+    table = Table("cell", "loss", "gradient", "params", "verdict", box=box.SIMPLE, pad_edge=False,
+                  collapse_padding=True, title=f"after step {outcomes[0].records[-1]['step']}; every step is compared")
     for group, members in itertools.groupby(outcomes, lambda outcome: outcome.cell.group):
         table.add_row(group, style="bold")
         for outcome in members:
