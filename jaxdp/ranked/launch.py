@@ -41,7 +41,7 @@ def launch(command: Sequence[str], world_size: int, *, platform: str, timeout_s:
     Raises `ConfigError` for a device list shorter than `world_size`, with nothing started.
     """
     environ = os.environ if environ is None else environ
-    with group_folder() as folder, _noted_signals() as signals:
+    with _noted_signals() as signals, group_folder() as folder:  # no signal may skip the cleaning
         recorders = [folder / f"rank-{rank}.flight" for rank in range(world_size)]
         environments = [rank_environment(environ, rank, world_size, platform, rendezvous=folder / "meet",
                                          recorder=recorder) for rank, recorder in enumerate(recorders)]

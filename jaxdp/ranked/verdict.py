@@ -100,7 +100,8 @@ def _describe(end: RankEnd) -> str:
     if end.is_refusal:
         return f"rank {end.rank} refused: {sentence}"
     if end.returncode is not None and end.returncode < 0:
-        return f"rank {end.rank} was killed by {_signal_name(-end.returncode)} at {end.position}."
+        by = "the launcher, which was asked to end," if end.told_to_end else _signal_name(-end.returncode)
+        return f"rank {end.rank} was killed by {by} at {end.position}."
     if sentence:
         return f"rank {end.rank} failed (exit {end.returncode}) at {end.position}: {sentence}"
     if end.returncode == DONE:

@@ -42,7 +42,7 @@ import json; json.dump({**{name: os.environ[name] for name in names}, "meet": os
 def test_a_killed_rank_is_named_and_ends_the_group_even_one_that_ignores_sigterm(tmp_path: Path) -> None:
     body = f"""
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-if rank == 0: subprocess.Popen(["sleep", "100"])
+subprocess.Popen(["sleep", "100"])
 {WAIT}"""
     with launched_script(tmp_path, 2, body) as launch:
         launch.pid(0)
@@ -114,12 +114,20 @@ done({128 + number} if stop or rank else 1)
 
 
 def test_many_ctrl_c_end_the_group_and_skip_no_cleaning(tmp_path: Path) -> None:
-    with launched_script(tmp_path, 2, f"signal.signal(signal.SIGINT, signal.SIG_IGN)\n{WAIT}") as launch:
+    body = f"""
+seen = []
+def note(*_):
+    seen.append(1); open(f"seen-{{len(seen)}}", "w").close()
+signal.signal(signal.SIGINT, note)
+{WAIT}"""
+    with launched_script(tmp_path, 2, body) as launch:
         launch.wait_until_ready()
-        for _ in range(4):
+        for count in (1, 2):  # rank 0 takes no notice
             launch.send(signal.SIGINT)
-            time.sleep(0.2)
-        launch.finish(1, 15)
+            launch.wait_for((tmp_path / f"seen-{count}").exists, 10)
+        launch.send(signal.SIGINT)
+        (line,) = launch.finish(1, 15)
+        assert "rank 0 was killed by the launcher, which was asked to end" in line
         assert launch.members() == []
 
 
