@@ -131,7 +131,7 @@ DISAGREEMENTS: dict[str, tuple[Body, Body, str, str]] = {
 def test_ranks_that_disagree_all_fail_naming_both_signatures(what: str) -> None:
     """Ranks 0 and 1 run one program, ranks 2 and 3 another; the deadline is too long to be what ends it."""
     first, second, one, other = DISAGREEMENTS[what]
-    with open_collective(WORLD, timeout_s=100.0) as collective:
+    with open_collective(WORLD, timeout_s=30.0) as collective:
         def rank(index: int) -> Any:
             def program(x: Any) -> Any:
                 (first, second)[index // 2](collective, x)
@@ -142,9 +142,9 @@ def test_ranks_that_disagree_all_fail_naming_both_signatures(what: str) -> None:
         outcomes = in_threads([lambda i=i: rank(i) for i in range(WORLD)])
         with pytest.raises(RankMismatch) as named:
             collective.raise_if_failed()
-    for outcome in outcomes:
-        assert isinstance(outcome, jax.errors.JaxRuntimeError)
-        assert f"RankMismatch: {named.value}" in str(outcome)
+    for outcome in outcomes:  # a rank that has not traced its call yet is refused there, by name
+        assert isinstance(outcome, jax.errors.JaxRuntimeError | RankMismatch)
+        assert str(named.value) in str(outcome)
     says = str(named.value)
     sides = [side.split(" has ") for side in says.split("call 1: ")[1].split(". ")[0].split(", rank ")]
     assert {(rank.removeprefix("rank ") in "01", signature) for rank, signature in sides} == {
