@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
 import json
 import os
 import platform
@@ -52,13 +53,12 @@ def paired_ratio(numerator: list[float], denominator: list[float]) -> float:
 def machine() -> dict[str, Any]:
     """What a figure depends on besides the code."""
     import jax
-    import jaxlib
 
     model = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
                   if line.startswith("model name")), platform.processor())
     return {"cpu": model, "cores": os.cpu_count(), "load": os.getloadavg()[0],
             "devices": [f"{device.device_kind}:{device.id}" for device in jax.devices()],
-            "python": platform.python_version(), "jax": jax.__version__, "jaxlib": jaxlib.__version__}
+            "python": platform.python_version(), "jax": jax.__version__, "jaxlib": importlib.metadata.version("jaxlib")}
 
 
 def write_results(path: Path | None, name: str, rows: list[dict[str, Any]], **facts: Any) -> None:
