@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from jaxdp.errors import BadUse, ConfigError
 from jaxdp.ranked.launch import launch as launch_ranks
 from jaxdp.ranked.verdict import BAD_USE
-from jaxdp.runs import folder, job
+from jaxdp.runs import folder
 from jaxdp.runs.config import TrainConfig
 from jaxdp.runs.flags import named_by_flag, parse
-from jaxdp.runs.train import RUNS_FOLDER
 from jaxdp.tools.options import LaunchOptions
 
 PROGRAM = "jaxdp launch"
@@ -28,6 +27,8 @@ def launch(arguments: Sequence[str]) -> int:
     own, command = _split(list(arguments))
     options = parse(LaunchOptions, PROGRAM, own)
     config = _checked(command, options)
+    from jaxdp.runs.train import RUNS_FOLDER  # here and below: they import NumPy, which help does not need
+
     chosen = None if config.output else folder.new_folder(RUNS_FOLDER, config.model)
     output = [] if chosen is None else ["--output", str(chosen)]
     code = BAD_USE
@@ -57,6 +58,8 @@ def _checked(command: list[str], options: LaunchOptions) -> TrainConfig:
         raise BadUse(f"--devices must be left out under {PROGRAM}, where each of the --nproc {options.nproc} ranks has "
                      f"one device.")
     config = parse(TrainConfig, f"{PROGRAM} -- train", command[1:])
+    from jaxdp.runs import job
+
     try:
         config.data_parallel(tuple(range(options.nproc or 1)))
         job.check_names(config)
