@@ -11,7 +11,6 @@ from typing import Any, Literal
 import jax
 import ml_dtypes
 import numpy as np
-import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import jaxdp
@@ -113,12 +112,6 @@ def widened(x: np.ndarray) -> np.ndarray:
 
 
 OTHER_ORDERS = {"sequential": sequential, "ring": ring, "strided": strided, "widened": widened}
-
-
-def known_fault(request: pytest.FixtureRequest, present: bool, reason: str) -> None:
-    """Expects this case to fail while the fault is there; its repair makes the case fail as unexpectedly passed."""
-    if present:
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
 
 
 def telling(shape: tuple[int, ...], dtype: np.dtype[Any], seed: int) -> np.ndarray:

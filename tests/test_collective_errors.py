@@ -145,7 +145,9 @@ def test_closing_twice_does_nothing_the_second_time(transport: Transport) -> Non
     with open_collective(2, transport) as collective:
         per_rank(collective.all_reduce, 2)(np.zeros((2, 4), np.float32))
         collective.close()
-        collective.close()
+        assert collective.close() is None
+        with pytest.raises(CommunicatorClosed):
+            collective.raise_if_failed()
 
 
 def test_the_xla_transport_refuses_a_program_without_one_axis_of_its_world() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers import assert_bits_equal, cancelling, exactly_summable, run_python
 from jax import lax
-from ranks import OPERATIONS, SPMD, TRANSPORTS, Spmd, Transport, known_fault, open_collective, per_rank, reference
+from ranks import OPERATIONS, SPMD, TRANSPORTS, Spmd, Transport, open_collective, per_rank, reference
 
 from jaxdp import DeterministicCollective, create_deterministic_collective
 
@@ -187,9 +187,8 @@ with jaxdp.create_deterministic_collective(devices, transport=sys.argv[1]) as co
 
 
 def test_a_program_compiled_ahead_of_time_runs_as_often_as_it_is_called(
-        transport: Transport, request: pytest.FixtureRequest) -> None:
+        transport: Transport) -> None:
     """In a process that used no other transport, and of its own: a wrong number of tokens ends the process."""
-    known_fault(request, transport == "local", "JAX's fast path passes no token for an ordered effect")
     done = run_python(AHEAD_OF_TIME, transport, XLA_FLAGS="--xla_force_host_platform_device_count=2")
     assert done.stdout.strip() == str([[[2.0] * 3] * 2] * 3)
 

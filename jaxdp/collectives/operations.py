@@ -53,6 +53,19 @@ for _kind in (effects.ordered_effects, effects.shardable_ordered_effects, effect
               effects.remat_allowed_effects):
     _kind.add_type(CollectiveEffect)
 
+class _HostOrdered(effects.Effect):
+    """An unordered effect beside the ordered one. JAX's fast path for programs compiled ahead of time
+    looks for this kind alone, and without it would leave out the token."""
+
+    def __str__(self) -> str:
+        return "jaxdp host order"
+
+
+_HOST_ORDERED = _HostOrdered()
+for _kind in (effects.lowerable_effects, effects.control_flow_allowed_effects,
+              effects.custom_derivatives_allowed_effects, effects.remat_allowed_effects):
+    _kind.add_type(_HostOrdered)
+
 collective_p = core.Primitive("jaxdp_collective")
 collective_p.multiple_results = True
 collective_p.def_impl(functools.partial(dispatch.apply_primitive, collective_p))
@@ -76,7 +89,7 @@ def signature(operation: Operation, avals: Sequence[Any]) -> str:
 @collective_p.def_effectful_abstract_eval
 def _abstract(*avals: Any, group: int, operation: Operation, world: int) -> tuple[list[Any], set[Any]]:
     results = [aval.update(shape=result_shape(operation, aval.shape, world)) for aval in avals]
-    return results, {CollectiveEffect(group)}
+    return results, {CollectiveEffect(group), _HOST_ORDERED}
 
 
 def _lower(ctx: mlir.LoweringRuleContext, *operands: ir.Value, group: int, operation: Operation,

@@ -11,10 +11,12 @@ from jaxdp.errors import DataError, UnevenInputs
 from jaxdp.models.losses import IGNORED_TARGET
 from jaxdp.models.model import Batch
 
+_FILL = {"inputs": 0, "targets": IGNORED_TARGET}
+
 
 def prepare_batches(batches: Sequence[Batch], step: int, *, parts: int, parts_per_rank: int, first_rank: int,
-                    vocab_size: int | None, accumulation_steps: int) -> list[Batch]:
-    """This process's batches as int32 arrays of one shape, padded with ignored targets where shorter.
+                    vocab_size: int | None) -> list[dict[str, np.ndarray]]:
+    """This process's batches as arrays, each of a shape of its own.
 
     Raises `DataError` naming rank and step: number of batches, shapes, token ids.
     """
@@ -22,13 +24,22 @@ def prepare_batches(batches: Sequence[Batch], step: int, *, parts: int, parts_pe
         absent = f", none for rank {first_rank + len(batches) // parts_per_rank}" if len(batches) < parts else ""
         raise DataError(f"step {step} needs {parts} batches, one for each {'shard' if parts_per_rank > 1 else 'rank'}; "
                         f"got {len(batches)}{absent}.")
-    arrays = [token_arrays(batch, first_rank + part // parts_per_rank, vocab_size, when=f"step {step}")
-              for part, batch in enumerate(batches)]
-    padded = _pad(arrays)
-    rows = padded[0]["inputs"].shape[0]
-    if rows % accumulation_steps:
-        raise DataError(f"accumulation_steps={accumulation_steps} must divide the sequences of a batch; got {rows}.")
-    return padded
+    return [token_arrays(batch, first_rank + part // parts_per_rank, vocab_size, when=f"step {step}")
+            for part, batch in enumerate(batches)]
+
+
+def pad_batches(arrays: Sequence[dict[str, np.ndarray]], shape: tuple[int, int],
+                accumulation_steps: int) -> list[Batch]:
+    """The batches as int32 arrays of `shape`, padded with ignored targets where shorter.
+
+    `shape` is the largest of all ranks: a part's gradient must come from a program of the same shape
+    wherever the part is computed, or its bits would depend on which parts share a process. Raises
+    `DataError` if `accumulation_steps` does not divide the sequences.
+    """
+    if shape[0] % accumulation_steps:
+        raise DataError(f"accumulation_steps={accumulation_steps} must divide the sequences of a batch; "
+                        f"got {shape[0]}.")
+    return [{name: _padded(x, shape, _FILL[name]) for name, x in batch.items()} for batch in arrays]
 
 
 def target_count(batch: Batch) -> int:
@@ -77,12 +88,6 @@ def check_counts(counts: list[int], parts_per_rank: int, even: bool) -> None:
                            "uneven_inputs='token-weighted'.")
 
 
-def _pad(arrays: list[dict[str, np.ndarray]]) -> list[Batch]:
-    shape = tuple(np.max([batch["inputs"].shape for batch in arrays], axis=0))
-    fill = {"inputs": 0, "targets": IGNORED_TARGET}
-
-    def padded(name: str, x: np.ndarray) -> np.ndarray:
-        margins = [(0, full - size) for full, size in zip(shape, x.shape, strict=True)]
-        return np.pad(x.astype(np.int32), margins, constant_values=fill[name])
-
-    return [{name: padded(name, x) for name, x in batch.items()} for batch in arrays]
+def _padded(x: np.ndarray, shape: tuple[int, int], fill: int) -> np.ndarray:
+    margins = [(0, full - size) for full, size in zip(shape, x.shape, strict=True)]
+    return np.pad(x.astype(np.int32), margins, constant_values=fill)

@@ -21,7 +21,7 @@ from jaxdp.training.audit import Auditor, Mismatch
 from jaxdp.training.diagnose import nonfinite_origin
 from jaxdp.training.evaluation import Evaluator
 from jaxdp.training.fused import FusedStep
-from jaxdp.training.inputs import check_counts, prepare_batches, target_count
+from jaxdp.training.inputs import check_counts, pad_batches, prepare_batches
 from jaxdp.training.metrics import StepMetrics
 from jaxdp.training.optimizer import make_optimizer
 from jaxdp.training.reduce import PsumReducer, Reducer, TreeReducer
@@ -178,20 +178,18 @@ class DataParallelTrainer:
 
     def _agreed_batches(self, batches: Sequence[Batch], step: int) -> list[Batch]:
         """The batches ready for the device, once no rank has refused its own."""
-        prepared: list[Batch] = []
+        arrays: list[Any] = []
         refusal: BadUse | None = None
         try:
-            prepared = prepare_batches(
-                batches, step, parts=self.local_parts, parts_per_rank=self.parts_per_rank,
-                first_rank=self.world.first_rank, vocab_size=self.model.vocab_size,
-                accumulation_steps=self.config.accumulation_steps)
+            arrays = prepare_batches(batches, step, parts=self.local_parts, parts_per_rank=self.parts_per_rank,
+                                     first_rank=self.world.first_rank, vocab_size=self.model.vocab_size)
         except BadUse as error:
             if not self.world.is_ranked:
                 raise
             refusal = error
-        counts = agree_on_inputs(self._exchange, [target_count(batch) for batch in prepared], self.local_parts, refusal)
-        check_counts(counts, self.parts_per_rank, self.config.uneven_inputs == "reject")
-        return prepared
+        agreed = agree_on_inputs(self._exchange, arrays, self.local_parts, refusal)
+        check_counts(agreed.counts, self.parts_per_rank, self.config.uneven_inputs == "reject")
+        return pad_batches(arrays, agreed.shape, self.config.accumulation_steps)
 
     def _make_collective(self) -> DeterministicCollective | None:
         if self.config.reducer == "psum":
