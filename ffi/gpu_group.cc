@@ -7,6 +7,8 @@
 #include <stdexcept>
 #include <thread>
 
+#include "jaxdp/registry.h"
+
 namespace jaxdp {
 namespace {
 
@@ -271,40 +273,10 @@ Status GpuGroup::close() {
                                               std::to_string(timeout_s_) + " s for rank " + ranks_of(missing) + "."};
 }
 
-namespace {
-
-struct Registry {
-  std::mutex mutex;
-  std::map<std::int64_t, std::shared_ptr<GpuGroup>> groups;
-  std::int64_t next = 1;
-};
-
-Registry& registry() {
-  static auto* instance = new Registry;  // never destroyed: programs may run while the process ends
-  return *instance;
-}
-
-}  // namespace
-
 std::int64_t register_gpu_group(std::shared_ptr<GpuGroup> group) {
-  std::lock_guard lock(registry().mutex);
-  registry().groups[registry().next] = std::move(group);
-  return registry().next++;
+  return Registry<GpuGroup>::instance().add(std::move(group));
 }
-
-std::shared_ptr<GpuGroup> find_gpu_group(std::int64_t handle) {
-  std::lock_guard lock(registry().mutex);
-  const auto found = registry().groups.find(handle);
-  return found == registry().groups.end() ? nullptr : found->second;
-}
-
-void forget_gpu_group(std::int64_t handle) {
-  std::shared_ptr<GpuGroup> last;
-  std::lock_guard lock(registry().mutex);
-  const auto found = registry().groups.find(handle);
-  if (found == registry().groups.end()) return;
-  last = std::move(found->second);
-  registry().groups.erase(found);
-}
+std::shared_ptr<GpuGroup> find_gpu_group(std::int64_t handle) { return Registry<GpuGroup>::instance().find(handle); }
+void forget_gpu_group(std::int64_t handle) { Registry<GpuGroup>::instance().forget(handle); }
 
 }  // namespace jaxdp

@@ -104,6 +104,9 @@ class AdamWConfig:
 class DataParallelConfig:
     """How a trainer spreads one step over devices. See `docs/api.md` for each field.
 
+    The four fields about buckets, overlap and ready order are checked and have no effect yet: the
+    tree sums each gradient where it lies, and keeps no bucket to persist, view or unpack.
+
     Raises `ConfigError` naming field, value and what is allowed.
     """
 

@@ -60,13 +60,13 @@ class TrainConfig:
         "audit the parameters of all ranks every N steps; 0 never", _DEVICES)] = 1
     uneven_inputs: Annotated[UnevenInputsPolicy, Flag(
         "what to do when ranks hold different numbers of target tokens", _DEVICES)] = "reject"
-    persistent_gradient_buckets: Annotated[bool, Flag("keep the gradient buckets between steps", _DEVICES)] = False
+    persistent_gradient_buckets: Annotated[bool, Flag("no effect yet; see docs/api.md", _DEVICES)] = False
     gradient_bucket_views: Annotated[bool, Flag(
-        "let the optimizer read gradients in their buckets", _DEVICES)] = False
+        "no effect yet; see docs/api.md", _DEVICES)] = False
     overlap_gradient_communication: Annotated[bool, Flag(
-        "reduce a bucket while later gradients are computed", _DEVICES)] = False
+        "no effect yet; see docs/api.md", _DEVICES)] = False
     record_gradient_ready_order: Annotated[bool, Flag(
-        "record the order in which gradients become ready", _DEVICES)] = False
+        "no effect yet; see docs/api.md", _DEVICES)] = False
     timeout: Annotated[float, Flag(
         "deadline of each wait for a peer, in seconds", _DEVICES, metavar="SECONDS")] = 30.0
 
