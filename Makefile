@@ -11,7 +11,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-STEPS ?= 400
+STEPS ?= 300
 TRAIN_ARGS ?=
 PYTEST_ARGS ?=
 WORLD ?= 4

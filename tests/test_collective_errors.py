@@ -156,3 +156,22 @@ def test_the_xla_transport_refuses_a_program_without_one_axis_of_its_world() -> 
             jax.jit(collective.all_reduce)(np.zeros(4, np.float32))
         with pytest.raises(ValueError, match=r"axis of size 4"):
             per_rank(collective.all_reduce, 2)(np.zeros((2, 4), np.float32))
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_a_gradient_that_shard_map_has_summed_is_not_summed_again(check_vma: bool) -> None:
+    """Summed twice it would be world times too large: 12 in place of 6."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("ranks",))
+    replicated, split = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("ranks")
+    with open_collective(2) as collective:
+        def mean_gradient(parameter: Any, x: Any) -> Any:
+            return collective.all_reduce(jax.grad(lambda p: (p * x).sum())(parameter))
+
+        program = jax.jit(jax.shard_map(mean_gradient, mesh=mesh, in_specs=(replicated, split), out_specs=replicated,
+                                        check_vma=check_vma))
+        arguments = (np.float32(1), np.arange(4, dtype=np.float32))
+        if not check_vma:
+            assert program(*arguments) == 6
+            return
+        with pytest.raises(ValueError, match="check_vma=False"):
+            program(*arguments)

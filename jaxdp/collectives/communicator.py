@@ -15,7 +15,15 @@ import numpy as np
 from jaxdp.collectives import rank_major, routing
 from jaxdp.collectives.failures import named_failure
 from jaxdp.collectives.native import NativeGroup
-from jaxdp.collectives.operations import Operation, bind, bind_chained, first_order, forget_order, wait_for_order
+from jaxdp.collectives.operations import (
+    Operation,
+    bind,
+    bind_chained,
+    first_order,
+    forget_order,
+    is_summed_already,
+    wait_for_order,
+)
 from jaxdp.errors import CommunicatorClosed
 
 _SUB_BYTE_DTYPES = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn")
@@ -154,6 +162,10 @@ class DeterministicCollective:
         name = operation.name.lower()
         if np.dtype(x.dtype).name not in REDUCTION_DTYPES:
             raise TypeError(f"{name} takes {', '.join(REDUCTION_DTYPES)}; got {np.dtype(x.dtype).name}. Cast it first.")
+        if is_summed_already(x):
+            raise ValueError(f"{name} got a value that shard_map(check_vma=True) holds for equal on all ranks, such as "
+                             "the gradient of a replicated parameter, which JAX has summed already. Use "
+                             "shard_map(..., check_vma=False).")
         if operation == Operation.REDUCE_SCATTER and (x.ndim == 0 or x.shape[0] % self.world_size):
             raise ValueError(f"{name} needs a leading axis that the world size ({self.world_size}) divides; "
                              f"got shape {x.shape}. Pad the leading axis.")

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import core, dispatch, effects
+from jax._src import config, core, dispatch, effects
 from jax._src.interpreters import batching, mlir
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import hlo
@@ -133,6 +133,16 @@ batching.primitive_batchers[collective_p] = _batch
 def bind(group: int, operation: Operation, world: int, lanes: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     """Runs one collective of a native group over `lanes` (local shapes); as many results as lanes."""
     return tuple(collective_p.bind(*lanes, group=group, operation=operation, world=world))
+
+
+def is_summed_already(x: jax.Array) -> bool:
+    """Whether `shard_map(check_vma=True)` holds `x` for equal on all ranks.
+
+    There the gradient of a replicated parameter comes summed over ranks by JAX itself; summing it
+    again would multiply it by the world size, in silence.
+    """
+    in_shard_map = bool(core.get_axis_env().axis_sizes) and config._check_vma.value
+    return in_shard_map and not jax.typeof(x).manual_axis_type.varying
 
 
 def first_order() -> jax.Array:
