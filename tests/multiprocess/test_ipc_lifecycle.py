@@ -158,9 +158,15 @@ def check_next_run() -> None:
     member.close()
 
 
+def start_and_stay() -> None:
+    """Never ends by itself, so that the kill meets it however quick its start was."""
+    Member()
+    time.sleep(60)
+
+
 def test_a_run_killed_at_its_start_is_no_obstacle_for_the_next_ones(ranks: Ranks, tmp_path: Path) -> None:
     for delay_s in (0.0, 0.02, 0.05):
-        pids = ranks.start("test_ipc_lifecycle:check_next_run", 2, rendezvous=tmp_path / "same")
+        pids = ranks.start("test_ipc_lifecycle:start_and_stay", 2, rendezvous=tmp_path / "same")
         time.sleep(delay_s)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
